@@ -1,0 +1,1 @@
+"""Programs: train, evaluate, generate; `python -m experiments.train --help`."""
