@@ -1,0 +1,74 @@
+"""Gradients of a large batch from small ones, equal to those of the large batch.
+
+The mean over the tokens of a batch is not the mean of its micro-batches' means when these
+count different numbers of tokens: dividing each by its own count gives a token of a short
+micro-batch a larger weight. Here the function differentiated returns a *sum* that its
+caller has already divided by the count of the whole batch, and micro-batches just add.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+def split(batch: PyTree[Array], count: int) -> PyTree[Array]:
+    """[B, ...] -> [count, B / count, ...]; micro-batch i takes the rows i, i + count, ...
+
+    Strided, so that rows sharded over devices stay where they are: each device's rows
+    are spread evenly over the micro-batches.
+
+    Args:
+      batch: arrays with a common leading dimension B.
+      count: number of micro-batches.
+
+    Returns:
+      The same tree, each leaf with a leading dimension of `count`.
+
+    Raises:
+      ValueError: `count` does not divide B.
+
+    Example:
+      >>> split(jnp.arange(6), 2).tolist()
+      [[0, 2, 4], [1, 3, 5]]
+    """
+
+    def cut(x):
+        if count < 1 or x.shape[0] % count:
+            raise ValueError(f"a batch of {x.shape[0]} rows does not divide into {count} parts")
+        return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(cut, batch)
+
+
+def accumulate(
+    fn: Callable[[PyTree[Array]], PyTree[Array]], batch: PyTree[Array], count: int
+) -> PyTree[Array]:
+    """Sum of `fn` over `count` micro-batches of `batch`, one after the other.
+
+    **Exactness**: exact up to the order of float32 additions, if `fn` is a sum over rows.
+
+    Args:
+      fn: takes a micro-batch, returns a tree of arrays to be summed, say
+        `jax.value_and_grad` of a sum over tokens. Sum in float32: give it float32.
+      batch: arrays with a common leading dimension.
+      count: number of micro-batches; 1 calls `fn` once, without a loop.
+
+    Returns:
+      The sum, in the dtypes that `fn` returns.
+
+    Example:
+      >>> float(accumulate(lambda x: (x * x).sum(), jnp.arange(4.0), 2))
+      14.0
+    """
+    if count == 1:
+        return fn(batch)
+    parts = split(batch, count)
+    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(total, part):
+        return jax.tree.map(jnp.add, total, fn(part)), None
+
+    return jax.lax.scan(body, zeros, parts)[0]

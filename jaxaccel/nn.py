@@ -1,0 +1,345 @@
+"""A Llama-family decoder in Flax NNX: the released Llama, Mistral and Qwen architecture.
+
+The model knows no technique. What a technique replaces is an argument with a plain
+default: the matmul (`dot_general`), the attention, the norm, the loop over layers
+(`scan`) and the placing of activations (`constrain`). A module is a pytree; plain JAX
+transforms it.
+
+Layers are stacked on a leading dimension and run under one `scan`, so that a compiled
+step does not grow with depth. Unlike layers (say a sliding window in every second one)
+repeat in groups: the scan runs over groups, a group's layers run one after the other.
+
+Shape suffixes: B batch, T positions, D width, H query heads, K key/value heads,
+C head size, F width of the MLP, V vocabulary, L stack of layers.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxaccel import names
+from pallas_kernels import attention as attention_op
+from pallas_kernels import rms_norm as rms_norm_op
+
+Axes = tuple[str | None, ...]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of long wavelengths (its `rope_type: llama3`).
+
+    Wavelengths above `original_context / low_frequency` are multiplied by `factor`,
+    those below `original_context / high_frequency` are kept, between the two it blends.
+    """
+
+    factor: float = 8.0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_context: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a decoder. `windows` is the repeating group: one entry a layer of it,
+    the number of positions a layer sees including its own, or None for all before.
+    """
+
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_width: int
+    tied_head: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    norm_epsilon: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    windows: tuple[int | None, ...] = (None,)
+
+    def __post_init__(self):
+        small = {f: getattr(self, f) for f in ("vocab_size", "layers", "width", "mlp_width")}
+        for field, value in small.items():
+            if value < 1:
+                raise ValueError(f"{field} is {value}; it must be at least 1")
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_size is {self.head_size}; rotary embedding needs an even one")
+        if not self.windows or self.layers % len(self.windows):
+            raise ValueError(
+                f"{self.layers} layers are no multiple of the group of {len(self.windows)} windows"
+            )
+
+
+def rope_frequencies(config: DecoderConfig) -> Float[Array, "C/2"]:
+    """Angle per position of each pair of channels, float32 (arXiv:2104.09864, 3.2.2)."""
+    half = config.head_size // 2
+    frequency = config.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    s = config.rope_scaling
+    if s is None:
+        return frequency
+    turns = s.original_context * frequency / (2 * math.pi)  # over the original context
+    keep = (turns - s.low_frequency) / (s.high_frequency - s.low_frequency)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return frequency * (keep + (1 - keep) / s.factor)
+
+
+def rotate(x_BTHC: Array, cos_BTC: Array, sin_BTC: Array) -> Array:
+    """Rotary embedding in the half-rotation layout: channel i pairs with i + C/2."""
+    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTC[:, :, None, :], sin_BTC[:, :, None, :]
+    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return out.astype(x_BTHC.dtype)
+
+
+class Linear(nnx.Module):
+    """`x @ kernel (+ bias)`; leading dimensions of `x` are merged into one.
+
+    A two-dimensional matmul is what the FP8 rewriting of XLA expects, and its weight
+    gradient is one matmul too (with three dimensions XLA's CPU back end transposes).
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: Axes,
+        *,
+        stack: int,
+        bias: bool,
+        std: float,
+        dot_general: Callable,
+        rngs: nnx.Rngs,
+    ):
+        normal = jax.random.normal(rngs.params(), (stack, *shape), jnp.float32)
+        self.kernel = nnx.Param(normal * std, axes=("layers", *axes))
+        zeros = jnp.zeros((stack, shape[1]))
+        self.bias = nnx.Param(zeros, axes=("layers", axes[1])) if bias else None
+        self.dot_general = dot_general
+
+    def __call__(self, x: Array) -> Array:
+        flat = x.reshape(-1, x.shape[-1])
+        out = self.dot_general(flat, self.kernel[...].astype(x.dtype), (((1,), (0,)), ((), ())))
+        if self.bias is not None:
+            out = out + self.bias[...].astype(x.dtype)[None]
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+class Norm(nnx.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int, axis: str | None, *, stack: int | None, epsilon: float, norm):
+        lead, axes = ((), ()) if stack is None else ((stack,), ("layers",))
+        self.scale = nnx.Param(jnp.ones((*lead, size)), axes=(*axes, axis))
+        self.epsilon, self.norm = epsilon, norm
+
+    def __call__(self, x: Array) -> Array:
+        return self.norm(x, self.scale[...], self.epsilon)
+
+
+class Layer(nnx.Module):
+    """Attention, then a gated MLP, each behind a norm and added to the stream.
+
+    `qkv` and `finish` are the halves before and after attention; a decoder with a cache
+    calls them itself.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        window: int | None,
+        *,
+        stack: int,
+        rngs: nnx.Rngs,
+        dot_general: Callable,
+        attention: Callable,
+        norm: Callable,
+    ):
+        c = config
+        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+        # Output projections start smaller, so that the stream's variance does not grow
+        # with depth (GPT-2; Radford et al. 2019, section 2.3).
+        out_scale = 1 / math.sqrt(2 * c.layers)
+
+        def linear(shape, axes, *, bias=False, scale=1.0):
+            return Linear(
+                shape,
+                axes,
+                stack=stack,
+                bias=bias,
+                std=scale / math.sqrt(shape[0]),
+                dot_general=dot_general,
+                rngs=rngs,
+            )
+
+        def make_norm(size, axis):
+            return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=norm)
+
+        self.attention_norm = make_norm(c.width, "embed")
+        self.query = linear((c.width, q_size), ("embed", "heads"), bias=c.qkv_bias)
+        self.key = linear((c.width, kv_size), ("embed", "kv_heads"), bias=c.qkv_bias)
+        self.value = linear((c.width, kv_size), ("embed", "kv_heads"), bias=c.qkv_bias)
+        self.query_norm = make_norm(c.head_size, None) if c.qk_norm else None
+        self.key_norm = make_norm(c.head_size, None) if c.qk_norm else None
+        self.attention_output = linear((q_size, c.width), ("heads", "embed"), scale=out_scale)
+        self.mlp_norm = make_norm(c.width, "embed")
+        self.gate = linear((c.width, c.mlp_width), ("embed", "mlp"))
+        self.up = linear((c.width, c.mlp_width), ("embed", "mlp"))
+        self.down = linear((c.mlp_width, c.width), ("mlp", "embed"), scale=out_scale)
+        self.config, self.window, self.attention = c, window, attention
+
+    def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
+        c = self.config
+        x_BTD = names.tag(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+
+        def heads(projection, name, count):
+            out = names.tag(projection(x_BTD), name)
+            return out.reshape(*x_BTD.shape[:2], count, c.head_size)
+
+        q = heads(self.query, names.QUERY, c.heads)
+        k = heads(self.key, names.KEY, c.kv_heads)
+        v = heads(self.value, names.VALUE, c.kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
+        """Adds what attention found, then the MLP's answer."""
+        context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
+        x_BTD = x_BTD + names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
+        y = names.tag(self.mlp_norm(x_BTD), names.MLP_NORM)
+        gate = names.tag(self.gate(y), names.MLP_GATE)
+        up = names.tag(self.up(y), names.MLP_UP)
+        y = names.tag(ACTIVATIONS[self.config.activation](gate) * up, names.MLP_ACTIVATION)
+        return x_BTD + names.tag(self.down(y), names.MLP_OUTPUT)
+
+    def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
+        q, k, v = self.qkv(x_BTD, rope)
+        window = None if self.window is None else (self.window - 1, None)
+        mask = attention_op.Mask(
+            causal=True, window=window, q_segments=segments_BT, k_segments=segments_BT
+        )
+        return self.finish(x_BTD, self.attention(q, k, v, mask=mask))
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm; `head_VD` maps the result to logits.
+
+    Args:
+      config: the shape.
+      rngs: `nnx.Rngs`; the stream `params` is drawn from.
+      dtype: of activations and of each weight as it is used; parameters are float32.
+      dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature.
+      attention: with `pallas_kernels.attention.attention`'s signature.
+      norm: `(x, scale, epsilon) -> x`.
+      scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
+      constrain: `(x, logical axes) -> x`, to place activations on a mesh.
+
+    Example:
+      >>> config = DecoderConfig(32, layers=2, width=16, heads=2, kv_heads=1, head_size=8,
+      ...                        mlp_width=32)
+      >>> model = Decoder(config, rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((1, 5), jnp.int32)).shape
+      (1, 5, 16)
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        dot_general: Callable = jax.lax.dot_general,
+        attention: Callable = attention_op.attention,
+        norm: Callable = rms_norm_op.rms_norm,
+        scan: Callable = jax.lax.scan,
+        constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
+    ):
+        c = config
+
+        def table():
+            normal = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
+            return nnx.Param(normal * 0.02, axes=("vocab", "embed"))
+
+        self.embedding = table()
+        self.head = None if c.tied_head else table()
+        self.layers = nnx.List(
+            Layer(
+                c,
+                window,
+                stack=c.layers // len(c.windows),
+                rngs=rngs,
+                dot_general=dot_general,
+                attention=attention,
+                norm=norm,
+            )
+            for window in c.windows
+        )
+        self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
+        self.config, self.dtype, self.scan, self.constrain = c, dtype, scan, constrain
+
+    @property
+    def head_VD(self) -> Array:
+        """The output head, or the embedding where they are tied; float32."""
+        return self.embedding[...] if self.head is None else self.head[...]
+
+    def embed(self, tokens_BT: Array) -> Array:
+        """Looks tokens up: [B, T] -> [B, T, D] in the compute dtype."""
+        x = jnp.take(self.embedding[...], tokens_BT, axis=0).astype(self.dtype)
+        return self.constrain(x, ("batch", "sequence", None))
+
+    def rope(self, positions_BT: Array) -> tuple[Array, Array]:
+        """Cosine and sine of every position's angles, [B, T, C/2] float32."""
+        angles = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(self.config)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def __call__(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        *,
+        segments_BT: Int[Array, "B T"] | None = None,
+        positions_BT: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm.
+
+        Args:
+          tokens_BT: ids below `vocab_size`.
+          segments_BT: number of the document of each token, 0 for padding; tokens of
+            unlike documents do not see each other. None: one document a row.
+          positions_BT: place of each token in its document. None: counted along the row.
+
+        Returns:
+          [B, T, D] in the compute dtype.
+        """
+        if positions_BT is None:
+            row = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+            positions_BT = jnp.broadcast_to(row, tokens_BT.shape)
+        rope = self.rope(positions_BT)
+
+        def group(x_BTD, layers):
+            x_BTD = names.tag(x_BTD, names.LAYER_INPUT)
+            for layer in layers:
+                x_BTD = layer(x_BTD, rope, segments_BT)
+            return self.constrain(x_BTD, ("batch", "sequence", None)), None
+
+        x_BTD, _ = self.scan(group, self.embed(tokens_BT), self.layers)
+        return self.final_norm(x_BTD)

@@ -1,0 +1,78 @@
+"""Optimizers and schedules by configuration, as plain optax transformations."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import optax
+from jaxtyping import Array, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv:1711.05101) and the schedule of its learning rate."""
+
+    learning_rate: float = 3e-4
+    """Peak, reached after the warm-up."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to the end, or stable with a linear decay at the end."""
+    warmup_steps: int = 100
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    decay_fraction: float = 0.2
+    """wsd: the share of the steps, at the end, over which it decays."""
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices and embeddings; never to norms and biases."""
+
+
+def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Learning rate by optimizer step, for a run of `steps`.
+
+    Args:
+      config: peak, warm-up and shape.
+      steps: length of the run; the last step ends at `final_fraction` of the peak.
+
+    Returns:
+      An `optax.Schedule`. Warm-up is linear from `peak / warmup_steps`.
+
+    Example:
+      >>> rate = schedule(OptimizerConfig(1.0, warmup_steps=10), 100)
+      >>> [round(float(rate(s)), 2) for s in (0, 9, 99)]
+      [0.1, 1.0, 0.1]
+    """
+    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = min(config.warmup_steps, max(steps - 1, 0))
+    last = max(steps - 1, 1)
+    rest = max(last - warmup, 1)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
+    elif config.schedule == "wsd":
+        decay = max(round(config.decay_fraction * rest), 1)
+        main = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
+    else:
+        main = optax.constant_schedule(peak)
+    if warmup == 0:
+        return main
+    rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, main], [warmup])
+
+
+def decays(params: PyTree[Array]) -> PyTree[bool]:
+    """Which parameters weight decay applies to: kernels, the embedding and the head."""
+    matrices = ("kernel", "embedding", "head")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
+
+
+def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """`optax.adamw` with this schedule and decay mask; clipping is the training step's."""
+    return optax.adamw(
+        schedule(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=decays,
+    )

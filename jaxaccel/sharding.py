@@ -1,0 +1,178 @@
+"""One place that decides where every array of a run lies.
+
+A mesh has named axes; a model's arrays have named dimensions ("logical axes"); the rules
+below say which mesh axes a dimension is cut over. Parameters, optimizer state, batch,
+activations and checkpoints all take their sharding from here.
+
+  data    copies of the model, unlike rows of the batch
+  fsdp    unlike rows of the batch, and parameters cut along their width (ZeRO-3)
+  tensor  heads, MLP and vocabulary cut (Megatron)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+Rules = Mapping[str, tuple[str, ...]]
+
+RULES: Rules = {
+    "batch": BATCH_AXES,
+    "sequence": (),
+    "layers": (),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+
+
+def parse_mesh(text: str, devices: int) -> dict[str, int]:
+    """Reads `data=2,fsdp=4` into sizes for every axis.
+
+    Args:
+      text: comma-separated `axis=size`; axes left out have size 1. Empty: all devices
+        on `fsdp`, the default that needs the least memory and suits any number.
+      devices: how many there are; the sizes must multiply to it.
+
+    Returns:
+      Sizes by axis, in the order of `AXES`.
+
+    Raises:
+      ValueError: an unknown axis, a size that is no positive integer, or a product that
+        is not the number of devices.
+
+    Example:
+      >>> parse_mesh("data=2,tensor=4", 8)
+      {'data': 2, 'fsdp': 1, 'tensor': 4}
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    if not text:
+        return sizes | {"fsdp": devices}
+    seen = set()
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        axis, size = axis.strip(), size.strip()
+        if axis not in AXES or axis in seen or not size.isdigit() or int(size) < 1:
+            raise ValueError(
+                f"cannot read {part!r} of mesh {text!r}; write axis=size with each of "
+                f"{', '.join(AXES)} at most once, say data=2,fsdp=4"
+            )
+        seen.add(axis)
+        sizes[axis] = int(size)
+    product = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    if product != devices:
+        raise ValueError(f"mesh {text!r} has {product} places, but there are {devices} devices")
+    return sizes
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of these sizes over `devices` (all of them by default)."""
+    types = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
+
+
+def spec(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:
+    """Where an array with these logical axes lies.
+
+    Args:
+      axes: one name a dimension, None for a dimension that is never cut.
+      rules: mesh axes by logical axis.
+
+    Returns:
+      A `PartitionSpec`.
+
+    Raises:
+      ValueError: a name without a rule, or two dimensions that want one mesh axis.
+
+    Example:
+      >>> spec(("embed", "mlp"))
+      PartitionSpec('fsdp', 'tensor')
+    """
+    used: dict[str, str] = {}
+    parts = []
+    for axis in axes:
+        if axis is not None and axis not in rules:
+            raise ValueError(f"no rule for logical axis {axis!r}; rules: {', '.join(rules)}")
+        places = rules[axis] if axis is not None else ()
+        for place in places:
+            if place in used:
+                raise ValueError(
+                    f"logical axes {used[place]!r} and {axis!r} of {tuple(axes)} both want the "
+                    f"mesh axis {place!r}; give one of them another rule"
+                )
+            used[place] = str(axis)
+        parts.append(places[0] if len(places) == 1 else places or None)
+    return PartitionSpec(*parts)
+
+
+def sharding(
+    mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], rules: Rules = RULES
+) -> NamedSharding:
+    """`spec` on a mesh, checked against the array's shape.
+
+    Raises:
+      ValueError: a dimension does not divide by the mesh axes it is cut over.
+    """
+    partition = spec(axes, rules)
+    for axis, size, places in zip(axes, shape, partition, strict=True):
+        places = (places,) if isinstance(places, str) else places or ()
+        parts = 1
+        for place in places:
+            parts *= mesh.shape[place]
+        if size % parts:
+            raise ValueError(
+                f"dimension {axis!r} of {size} does not divide by {parts}, the size of mesh "
+                f"{'x'.join(places)}; legal sizes are multiples of {parts}"
+            )
+    return NamedSharding(mesh, partition)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a [batch, ...] array: rows over `data` and `fsdp`, the rest whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrainer(mesh: Mesh, rules: Rules = RULES) -> Callable[[Array, Sequence[str | None]], Array]:
+    """`(x, logical axes) -> x`, placing activations on `mesh`; the identity on one device."""
+    if mesh.size == 1:
+        return lambda x, axes: x
+    return lambda x, axes: jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, spec(axes, rules))
+    )
+
+
+def like_parameters(
+    state: PyTree, parameters: PyTree, placed: PyTree[NamedSharding], mesh: Mesh
+) -> PyTree[NamedSharding]:
+    """Shardings for optimizer state: moments lie like their parameter, the rest is whole.
+
+    Args:
+      state: abstract optimizer state, whose subtrees shaped like `parameters` are moments.
+      parameters: abstract parameters.
+      placed: a sharding for each parameter.
+      mesh: where everything else is replicated.
+
+    Returns:
+      A tree like `state` with a sharding at each leaf.
+    """
+    structure = jax.tree.structure(parameters)
+    shapes = [x.shape for x in jax.tree.leaves(parameters)]
+
+    def is_moment(node):
+        leaves = jax.tree.leaves(node)
+        return jax.tree.structure(node) == structure and [x.shape for x in leaves] == shapes
+
+    return jax.tree.map(
+        lambda node: placed if is_moment(node) else replicated(mesh), state, is_leaf=is_moment
+    )

@@ -1,0 +1,225 @@
+"""The techniques composed into one training step, in one stated order.
+
+`make_train_step` is where a configuration becomes values: which matmul, which loop over
+layers, which dtypes, which sharding. No technique knows another; all of them meet here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxaccel import accumulate, losses, precision, remat, sharding
+from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.precision import LossScale, LossScaleConfig
+from jaxaccel.remat import Policy
+
+Batch = dict[str, Array]
+BATCH_KEYS = ("tokens", "labels", "segments", "positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What a training step does beyond the model and the optimizer."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    remat: Policy = "selective"
+    micro_batches: int = 1
+    clip_norm: float = 1.0
+    z_loss: float = 0.0
+    loss_scale: LossScaleConfig = LossScaleConfig()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a run is between two steps, besides its place in the data."""
+
+    step: Int[Array, ""]  # int32: batches seen, skipped ones included
+    params: PyTree[Array]  # nested dict of float32
+    opt_state: PyTree[Array]
+    loss_scale: LossScale
+    skipped: Int[Array, ""]  # int32: steps whose gradients were not finite, in all
+    skipped_in_row: Int[Array, ""]  # int32: and up to now without a finite one between
+    key: Array  # uint32 key data, for whatever draws at random
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, float32 and int32, on device."""
+
+    loss: Float[Array, ""]  # mean nll of the batch's counted tokens, nats
+    grad_norm: Float[Array, ""]  # global, before clipping
+    tokens: Int[Array, ""]  # counted tokens
+    loss_scale: Float[Array, ""]  # the one this step used
+    skipped: Int[Array, ""]
+    skipped_in_row: Int[Array, ""]
+
+
+class TrainStep(NamedTuple):
+    """What `make_train_step` makes; every function is jitted once."""
+
+    init: Callable[[Array], TrainState]  # from a PRNG key
+    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
+    evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params
+    abstract_state: TrainState  # ShapeDtypeStructs with shardings
+    batch_sharding: NamedSharding
+
+
+def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
+    """A decoder whose parameters are shapes only; nothing is allocated."""
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **arguments))
+
+
+def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
+    """A sharding for each parameter, from its logical axes; a nested dict."""
+
+    def place(path, parameter):
+        try:
+            axes = parameter.get_metadata("axes")
+            return sharding.sharding(mesh, axes, parameter.shape)
+        except ValueError as error:
+            raise ValueError(f"parameter {jax.tree_util.keystr(path)}: {error}") from None
+
+    is_parameter = lambda node: isinstance(node, nnx.Variable)
+    placed = jax.tree_util.tree_map_with_path(place, nnx.state(model), is_leaf=is_parameter)
+    return nnx.to_pure_dict(placed)
+
+
+def make_train_step(
+    model: DecoderConfig, optimizer: optax.GradientTransformation, config: StepConfig, mesh: Mesh
+) -> TrainStep:
+    """Composes model, optimizer and techniques into a training step on `mesh`.
+
+    Args:
+      model: shape of the decoder.
+      optimizer: any optax transformation; it sees clipped float32 gradients.
+      config: precision, rematerialisation, accumulation, clipping, loss.
+      mesh: from `sharding.make_mesh`.
+
+    Returns:
+      `TrainStep`. Its batch is a dict of int32 [B, T] arrays: `tokens`, `labels` (-1 is
+      ignored), `segments` (0 is padding) and `positions`. B must divide by the devices of
+      the mesh's `data` and `fsdp` axes times `config.micro_batches`.
+
+    Raises:
+      ValueError: a dimension of the model does not divide by the mesh axis it is cut over.
+    """
+    # 1. Mesh and shardings, from an abstract model: nothing is allocated yet.
+    dtype = precision.COMPUTE_DTYPES[config.precision]
+    build = functools.partial(
+        Decoder,
+        model,
+        dtype=dtype,
+        # 2. The model's arguments: the loop over layers decides what is recomputed, and
+        #    activations are placed on the mesh.
+        scan=functools.partial(remat.scan, policy=config.remat),
+        constrain=sharding.constrainer(mesh),
+    )
+    abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    graphdef = nnx.split(abstract)[0]
+    abstract_params = nnx.to_pure_dict(nnx.state(abstract))
+    params_sharding = parameter_shardings(abstract, mesh)
+    whole = sharding.replicated(mesh)
+    rows = sharding.batch_sharding(mesh)
+
+    def init(key: Array) -> TrainState:
+        params_key, key = jax.random.split(key)
+        params = nnx.to_pure_dict(nnx.state(build(rngs=nnx.Rngs(params=params_key))))
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=optimizer.init(params),
+            loss_scale=precision.init_loss_scale(config.precision, config.loss_scale),
+            skipped=jnp.int32(0),
+            skipped_in_row=jnp.int32(0),
+            key=jax.random.key_data(key),
+        )
+
+    # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
+    #    count of the whole batch.
+    def loss_sums(params, batch: Batch) -> losses.LossSums:
+        decoder = nnx.merge(graphdef, params)
+        hidden = decoder(
+            batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
+        )
+        return losses.linear_cross_entropy(
+            hidden, decoder.head_VD, batch["labels"], z_loss=config.z_loss
+        )
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        batch = {key: batch[key] for key in BATCH_KEYS}
+        tokens = jnp.sum(batch["labels"] != losses.IGNORED, dtype=jnp.int32)
+        count = jnp.maximum(tokens, 1).astype(jnp.float32)
+        scale = state.loss_scale.scale
+
+        # 4. Gradients over micro-batches. Each is divided by the token count of the whole
+        #    batch, so their sum is the large batch's gradient, ragged or not.
+        def objective(params, part: Batch):
+            sums = loss_sums(params, part)
+            return sums.objective * (scale / count), sums.nll
+
+        def gradient(part: Batch):
+            (_, nll), grads = jax.value_and_grad(objective, has_aux=True)(state.params, part)
+            return nll, grads
+
+        nll, grads = accumulate.accumulate(gradient, batch, config.micro_batches)
+
+        # 5. Once a batch: unscale in float32, check, clip. The norm is finite only if every
+        #    gradient is: one reduction serves as check, metric and clip.
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(nll)
+        shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * shrink, grads)
+
+        # 6. The optimizer, and a choice: with a non-finite gradient parameters and
+        #    optimizer state stay bit for bit what they were.
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        scaling = config.precision == "float16"
+        skipped = state.skipped + ~finite
+        in_row = jnp.where(finite, 0, state.skipped_in_row + 1)
+        new = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=precision.update_loss_scale(state.loss_scale, finite, config.loss_scale)
+            if scaling
+            else state.loss_scale,
+            skipped=skipped,
+            skipped_in_row=in_row,
+            key=state.key,
+        )
+        return new, StepMetrics(nll / count, norm, tokens, scale, skipped, in_row)
+
+    # 7. The sharding of the state: moments lie like their parameters, scalars everywhere.
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    state_sharding = jax.tree.map(lambda _: whole, shapes)
+    state_sharding = dataclasses.replace(
+        state_sharding,
+        params=params_sharding,
+        opt_state=sharding.like_parameters(
+            shapes.opt_state, abstract_params, params_sharding, mesh
+        ),
+    )
+    place = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)
+    return TrainStep(
+        init=jax.jit(init, out_shardings=state_sharding),
+        step=jax.jit(
+            step,
+            donate_argnums=0,
+            in_shardings=(state_sharding, rows),
+            out_shardings=(state_sharding, whole),
+        ),
+        evaluate=jax.jit(loss_sums, in_shardings=(params_sharding, rows), out_shardings=whole),
+        abstract_state=jax.tree.map(place, shapes, state_sharding),
+        batch_sharding=rows,
+    )
