@@ -28,7 +28,7 @@ MFU_CONVENTION = (
     "recomputation not counted; the 16-bit peak also under FP8"
 )
 
-_PACKAGES = (*("jaxaccel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),)
+_PACKAGES = ("jaxaccel", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class RunLog:
                     self._wandb, self._folder, self._wandb_project, self._resume_step
                 )
                 stack.callback(run.finish)
-                self._sinks.append(lambda record: run.log(record, step=record["step"]))
+                self._sinks.append(lambda record: run.log(_present(record), step=record["step"]))
             path = self._folder / "metrics.jsonl"
             rows = _drop_rows_after(path, self._resume_step)
             self._last_step = rows[-1]["step"] if rows else -1
@@ -268,8 +268,13 @@ def _progress_bar() -> Progress:
     )
 
 
+def _present(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if value is not None}
+
+
 def _fields(record: dict[str, Any], formats: dict[str, str]) -> list[str]:
-    return [form.format(record[key]) for key, form in formats.items() if record[key] is not None]
+    present = _present(record)
+    return [form.format(present[key]) for key, form in formats.items() if key in present]
 
 
 def _encode(record: dict[str, Any]) -> str:
@@ -308,8 +313,8 @@ def _drop_rows_after(path: Path, resume_step: int) -> list[dict[str, Any]]:
 
 
 def _to_tensorboard(writer: Any, record: dict[str, Any]) -> None:
-    for key, value in record.items():
-        if key != "step" and value is not None:
+    for key, value in _present(record).items():
+        if key != "step":
             writer.add_scalar(key, value, record["step"])
     writer.flush()
 

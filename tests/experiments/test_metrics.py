@@ -455,7 +455,7 @@ class FakeWandb(types.SimpleNamespace):
         self.calls.append(("init", options["project"], options["id"]))
         return types.SimpleNamespace(
             id=options["id"] or f"new{len(self.calls)}",
-            log=lambda record, step: self.calls.append(("log", step, record["loss"])),
+            log=lambda record, step: self.calls.append(("log", step, record)),
             finish=lambda: self.calls.append("finish"),
         )
 
@@ -468,9 +468,9 @@ def test_wandb_run_is_the_same_after_a_resume_and_new_after_a_restart(tmp_path, 
         with RunLog(tmp_path, resume_step=resume_step, **options) as log:
             log.log(record(resume_step + 1, loss=2.0))
     assert fake.calls == [
-        *(("init", "p", None), ("log", 1, 2.0), "finish"),
-        *(("init", "p", "new1"), ("log", 4, 2.0), "finish"),
-        *(("init", "p", None), ("log", 1, 2.0), "finish"),
+        *(("init", "p", None), ("log", 1, {"step": 1, "loss": 2.0}), "finish"),
+        *(("init", "p", "new1"), ("log", 4, {"step": 4, "loss": 2.0}), "finish"),
+        *(("init", "p", None), ("log", 1, {"step": 1, "loss": 2.0}), "finish"),
     ]
 
 
