@@ -99,6 +99,9 @@ def peak_memory_gib(device: jax.Device) -> float | None:
       GiB, or None where the allocator keeps no statistics.
     """
     if device.platform == "cpu":
+        if (status := Path("/proc/self/status")).exists():
+            # Not ru_maxrss, which on Linux also counts what the parent held when it started us.
+            return int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20  # KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes, or KiB
     stats = device.memory_stats() or {}

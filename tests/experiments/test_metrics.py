@@ -95,13 +95,19 @@ def test_convention_says_what_is_counted():
 # --- memory ----------------------------------------------------------------------------------
 
 
-def test_peak_memory_of_cpu_is_that_of_the_process():
-    """Held against the kernel's own account, since a wrong unit is the likely mistake."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        pytest.skip("needs Linux")
-    high_water = int(status.read_text().split("VmHWM:")[1].split()[0]) / 2**20
-    assert metrics.peak_memory_gib(CPU) == pytest.approx(high_water, rel=0.05)
+def test_peak_memory_of_cpu_is_that_of_this_process_alone():
+    """600 MiB held and let go are counted; the parent's are not."""
+    code = (
+        "import jax; from experiments.metrics import peak_memory_gib as peak\n"
+        "cpu = jax.devices('cpu')[0]; before = peak(cpu)\n"
+        "held = bytearray(600 * 2**20); del held; print(before, peak(cpu))\n"
+    )
+    parent = bytearray(1200 * 2**20)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    del parent
+    before, after = map(float, done.stdout.split())
+    assert 0.05 < before < 1.0
+    assert after - before == pytest.approx(600 / 1024, abs=0.15)
 
 
 def test_peak_memory_of_gpu_is_its_allocators():
