@@ -26,6 +26,7 @@ import re
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class Checkpoints:
         tmp = self._path(step, ".tmp")
         try:
             if jax.process_index() == 0:
-                for leftover in self.folder.glob("*.tmp"):
+                for leftover in self._listed(".tmp").values():
                     shutil.rmtree(leftover)
                 tmp.mkdir(parents=True)
                 write_json(tmp / _DATA, data_state)
@@ -167,8 +168,7 @@ class Checkpoints:
                 return self._read(step, candidates[step], like, part)
             except _DamagedError as damage:
                 raise UserError(f"checkpoint {candidates[step]} is damaged: {damage}") from None
-        for unfinished in self.folder.glob("*.tmp"):
-            candidates.setdefault(int(unfinished.stem), unfinished)
+        candidates = self._listed(".tmp") | candidates
         for candidate, path in sorted(candidates.items(), reverse=True):
             try:
                 return self._read(candidate, path, like, part)
@@ -210,15 +210,14 @@ class Checkpoints:
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"{step:08d}{suffix}"
 
-    def _found(self) -> dict[int, Path]:
-        """Folder of each checkpoint, whole or damaged."""
+    def _listed(self, suffix: str = "") -> dict[int, Path]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
-        found: dict[int, Path] = {}
-        # Sorted, so that STEP comes before STEP.old, which counts only where STEP is missing.
-        for path in sorted(paths):
-            if match := re.fullmatch(r"(\d{8,})(\.old)?", path.name):
-                found.setdefault(int(match[1]), path)
-        return found
+        pattern = re.compile(r"(\d{8,})" + re.escape(suffix))
+        return {int(match[1]): p for p in paths if (match := pattern.fullmatch(p.name))}
+
+    def _found(self) -> dict[int, Path]:
+        """Each checkpoint, whole or damaged; STEP.old counts only where STEP is missing."""
+        return self._listed(".old") | self._listed()
 
     def _finish(self, step: int, kinds: dict[str, str]) -> None:
         """In the background: waits for Orbax, writes the manifest, renames, deletes old ones."""
@@ -227,22 +226,20 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if jax.process_index() != 0:
                 return
+            paths = [path for path in sorted(tmp.rglob("*")) if path.is_file()]
             files = {
-                path.relative_to(tmp).as_posix(): [path.stat().st_size, _crc32(path, sync=True)]
-                for path in sorted(tmp.rglob("*"))
-                if path.is_file()
+                path.relative_to(tmp).as_posix(): [path.stat().st_size, crc]
+                for path, crc in zip(paths, _in_threads(_crc32, paths), strict=True)
             }
             write_json(tmp / _MANIFEST, {"arrays": kinds, "files": files})
-            for path in (*tmp.rglob("*"), tmp):
-                if path.is_dir():
-                    _sync_folder(path)
+            _in_threads(_sync, [tmp, *tmp.rglob("*")])
             # A folder cannot be replaced by one rename. Killed between these two, `old` is read.
             if final.exists():
                 if old.exists():
                     shutil.rmtree(old)
                 final.rename(old)
             tmp.rename(final)
-            _sync_folder(self.folder)
+            _sync(self.folder)
             self._prune(step)
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
@@ -257,7 +254,7 @@ class Checkpoints:
         for known, path in found.items():
             if known < kept[0]:
                 shutil.rmtree(path)
-        for path in self.folder.glob("*.old"):
+        for path in self._listed(".old").values():
             if path not in found.values():
                 shutil.rmtree(path)
 
@@ -322,7 +319,7 @@ def write_json(path: Path, obj: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
@@ -392,27 +389,34 @@ def _is_whole(path: Path) -> bool:
 
 def _check_sums(path: Path, manifest: dict[str, Any], skip: set[str]) -> None:
     """Reads every file, but those of the arrays in `skip`, against its checksum."""
-    for name, (_, crc) in manifest["files"].items():
-        top, *rest = name.split("/")
-        if top == _STATE and rest[0] in skip:
-            continue
-        if _crc32(path / name) != crc:
+    names = []
+    for name in manifest["files"]:
+        top, key, *_ = *name.split("/"), ""
+        if top != _STATE or key not in skip:
+            names.append(name)
+    for name, crc in zip(names, _in_threads(_crc32, [path / name for name in names]), strict=True):
+        if crc != manifest["files"][name][1]:
             raise _DamagedError(f"{name} has a wrong checksum")
 
 
-def _crc32(path: Path, *, sync: bool = False) -> int:
+def _crc32(path: Path) -> int:
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_READ_BYTES):
             crc = zlib.crc32(chunk, crc)
-        if sync:
-            os.fsync(file.fileno())
     return crc
 
 
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _in_threads[T](function: Callable[[Path], T], paths: list[Path]) -> list[T]:
+    """Eight at a time: checksums release the GIL, and a disk merges flushes that wait for it."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(function, paths))

@@ -242,12 +242,13 @@ def test_killed_while_replacing(two, capfd):
     """Between the two renames the earlier checkpoint of that step is found as STEP.old."""
     (two / "00000002").rename(two / "00000002.old")
     (two / "00000002.tmp").mkdir()
+    (two / "notes.tmp").touch()  # not ours
     with Checkpoints(two) as checkpoints:
         assert checkpoints.restore(abstract(make_state())).step == 2
         assert capfd.readouterr().err == ""
         checkpoints.save(2, make_state(22), {}, wait=True)
         assert_bit_equal(checkpoints.restore(abstract(make_state())).state, make_state(22))
-    assert sorted(p.name for p in two.iterdir()) == ["00000001", "00000002"]
+    assert sorted(p.name for p in two.iterdir()) == ["00000001", "00000002", "notes.tmp"]
 
 
 CHILD = """
@@ -339,7 +340,7 @@ def test_mismatch_is_an_error_and_names_the_arrays(two, capfd):
 
 @pytest.mark.parametrize("surfaces_at", ["wait", "save", "close", "restore"])
 def test_no_space_left(two, monkeypatch, surfaces_at):
-    def full(path, *, sync=False):
+    def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     checkpoints = Checkpoints(two)
