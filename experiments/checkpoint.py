@@ -112,7 +112,7 @@ class Checkpoints:
         """
         self.wait()
         leaves = _flatten(state)
-        tmp = self._path(step, ".tmp")
+        tmp = self.path(step, ".tmp")
         try:
             if jax.process_index() == 0:
                 for leftover in self._listed(".tmp").values():
@@ -207,7 +207,8 @@ class Checkpoints:
             self._thread.shutdown()
             self._orbax.close()
 
-    def _path(self, step: int, suffix: str = "") -> Path:
+    def path(self, step: int, suffix: str = "") -> Path:
+        """The folder of a step's checkpoint."""
         return self.folder / f"{step:08d}{suffix}"
 
     def _listed(self, suffix: str = "") -> dict[int, Path]:
@@ -221,7 +222,7 @@ class Checkpoints:
 
     def _finish(self, step: int, kinds: dict[str, str]) -> None:
         """In the background: waits for Orbax, writes the manifest, renames, deletes old ones."""
-        tmp, final, old = (self._path(step, suffix) for suffix in (".tmp", "", ".old"))
+        tmp, final, old = (self.path(step, suffix) for suffix in (".tmp", "", ".old"))
         try:
             self._orbax.wait_until_finished()
             if jax.process_index() != 0:
@@ -264,9 +265,9 @@ class Checkpoints:
         if "No space left on device" in str(error):
             existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
             reason = f"no space left on device, {shutil.disk_usage(existing).free} bytes free"
-        shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
+        shutil.rmtree(self.path(step, ".tmp"), ignore_errors=True)
         return SaveError(
-            f"cannot save checkpoint {self._path(step)}: {reason}; earlier checkpoints are kept"
+            f"cannot save checkpoint {self.path(step)}: {reason}; earlier checkpoints are kept"
         )
 
     def _read(self, step: int, path: Path, like: PyTree, part: str) -> Restored:

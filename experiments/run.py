@@ -1,11 +1,11 @@
 """The run folder: what lies in it, and how a program gets a trained model out of it.
 
-  config.json     every option, and the fingerprint of the tokenizer
-  tokenizer.json  a copy, where the tokenizer is a file
-  env.json        versions, devices, commit, command of the newest start
-  metrics.jsonl   one object a logged step
-  loss.png  sample.txt
-  checkpoints/    one folder a saved step
+config.json     every option, and the fingerprint of the tokenizer
+tokenizer.json  a copy, where the tokenizer is a file
+env.json        versions, devices, commit, command of the newest start
+metrics.jsonl   one object a logged step
+loss.png  sample.txt
+checkpoints/    one folder a saved step
 """
 
 import dataclasses

@@ -65,6 +65,8 @@ def train(name: str, config: TrainConfig) -> int:
     sizes = user_error(sharding.parse_mesh, config.mesh, len(devices))
     check_options(config, sizes)
     if config.dry_run:
+        tree = dataclasses.asdict(config)
+        print(pprint.pformat(tree, sort_dicts=False, width=100, compact=True))
         print(describe(config, sizes))
         return 0
 
@@ -142,7 +144,7 @@ def train(name: str, config: TrainConfig) -> int:
                 raise RunStopped(
                     f"{config.max_skipped} steps in a row had non-finite gradients, the last is "
                     f"step {done}; its documents: {some(corpus.describe(documents))}; "
-                    f"last good checkpoint: {last_checkpoint(checkpoints, folder)}"
+                    f"last good checkpoint: {last_checkpoint(checkpoints)}"
                 )
             if done % config.log_every and val_loss is None and done != config.steps:
                 return
@@ -182,7 +184,9 @@ def train(name: str, config: TrainConfig) -> int:
 
             reason = stop.reason
             evaluating = done % config.eval_every == 0 or done == config.steps
-            saving = done % config.save_every == 0 or done == config.steps or reason
+            # Not amid non-finite gradients: such a checkpoint would push out a good one.
+            due = done % config.save_every == 0 and not int(figures.skipped_in_row)
+            saving = due or done == config.steps or reason
             if evaluating or saving:
                 jax.block_until_ready(figures)
                 with clock.paused():
@@ -220,7 +224,7 @@ def train(name: str, config: TrainConfig) -> int:
         f"Validation loss {val_loss:.4f} nats per token, {val_loss / corpus.bytes_per_token:.4f} "
         f"nats ({val_loss / corpus.bytes_per_token / math.log(2):.4f} bits) per byte.\n"
         f"All of it is in {folder}: metrics.jsonl, loss.png, sample.txt, config.json, env.json, "
-        f"checkpoints/{done}.\n"
+        f"checkpoints/{checkpoints.path(done).name}.\n"
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
     )
     return 0
@@ -265,14 +269,14 @@ def mean_loss(step: TrainStep, params: PyTree[Array], batches: Iterable) -> floa
 
 
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
-    """The resolved options, and what they come to."""
+    """What the options come to."""
     count = parameter_count(config.model)
     flops = flops_per_token(config.model, config.sequence)
     tokens = config.batch * config.sequence
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return (
-        f"{pprint.pformat(dataclasses.asdict(config), sort_dicts=False, width=100, compact=True)}\n"
-        f"{count:,} parameters; {tokens:,} tokens a step; {flops:.4g} FLOP a token; mesh {mesh}"
+        f"{count:,} parameters; {tokens:,} tokens a step; {flops:.4g} FLOP a token; "
+        f"{config.precision}; mesh {mesh}"
     )
 
 
@@ -285,10 +289,10 @@ def describe_corpus(corpus: data.Corpus, tokenizer: tokenizers.Tokenizer) -> str
     )
 
 
-def last_checkpoint(checkpoints: checkpoint.Checkpoints, folder: Path) -> str:
+def last_checkpoint(checkpoints: checkpoint.Checkpoints) -> str:
     """Where the newest checkpoint lies, in words."""
     latest = checkpoints.latest
-    return "none" if latest is None else str(folder / "checkpoints" / str(latest))
+    return "none" if latest is None else str(checkpoints.path(latest))
 
 
 def some(names: list[str], most: int = 8) -> str:
