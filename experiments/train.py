@@ -136,7 +136,7 @@ def train(name: str, config: TrainConfig) -> int:
         log.message(f"{metrics.MFU_CONVENTION}; peak {peak.flops:.3g} FLOP/s: {peak.source}")
         if first:
             log.message(f"resumed at step {first}")
-        clock = Clock()
+        clock, final_loss = Clock(), math.nan
 
         def settle(done: int, figures: StepMetrics, documents, val_loss: float | None = None):
             """Logs a finished step, and stops a run whose gradients stay non-finite."""
@@ -195,7 +195,7 @@ def train(name: str, config: TrainConfig) -> int:
                         held_out = data.validation_batches(
                             corpus, **shape, limit=config.eval_batches
                         )
-                        val_loss = mean_loss(step, state.params, map(place, held_out))
+                        final_loss = val_loss = mean_loss(step, state.params, map(place, held_out))
                 settle(*pending, val_loss)
                 pending = None
                 if saving:
@@ -217,12 +217,12 @@ def train(name: str, config: TrainConfig) -> int:
     )
     (folder / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\nA sample, continuing {config.sample_prompt!r}:\n\n{sample}\n")
-    seconds = time.monotonic() - started
+    seconds, per_byte = time.monotonic() - started, final_loss / corpus.bytes_per_token
     print(
         f"Trained {parameter_count(config.model):,} parameters for {done - first} steps "
         f"({(done - first) * config.batch * config.sequence:,} tokens) in {seconds:.0f} s.\n"
-        f"Validation loss {val_loss:.4f} nats per token, {val_loss / corpus.bytes_per_token:.4f} "
-        f"nats ({val_loss / corpus.bytes_per_token / math.log(2):.4f} bits) per byte.\n"
+        f"Validation loss {final_loss:.4f} nats per token, {per_byte:.4f} nats "
+        f"({per_byte / math.log(2):.4f} bits) per byte.\n"
         f"All of it is in {folder}: metrics.jsonl, loss.png, sample.txt, config.json, env.json, "
         f"checkpoints/{checkpoints.path(done).name}.\n"
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
@@ -254,11 +254,12 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
             raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
     shards = sizes["data"] * sizes["fsdp"]
     unit = shards * config.micro_batches
+    below = config.batch // unit
     if config.batch < 1 or config.batch % unit:
         raise UserError(
             f"--batch {config.batch} does not divide by {shards} devices x {config.micro_batches} "
-            f"micro-batches; legal are multiples of {unit}, say {unit * max(1, config.batch // unit)} "
-            f"or {unit * (config.batch // unit + 1)}"
+            f"micro-batches; legal are multiples of {unit}, say "
+            f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
         )
 
 

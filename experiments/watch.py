@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +32,7 @@ class Clock:
         return steps / seconds if steps else None
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Leaves the time within out."""
         begin = time.perf_counter()
         yield

@@ -154,7 +154,7 @@ def test_time_limit_saves_and_steps_may_be_raised(run, tmp_path):
 
 def test_eight_devices_give_the_losses_of_one(run, whole, tmp_path):
     options = ["--run-dir", tmp_path / "run", "--steps", 20, "--batch", 4]
-    status, out, err = run(*options, "--mesh", "data=2,fsdp=2,tensor=2", devices=8)
+    status, _, err = run(*options, "--mesh", "data=2,fsdp=2,tensor=2", devices=8)
     assert status == 0, err
     sharded, single = losses(tmp_path / "run"), losses(whole)
     assert sharded.keys() == single.keys()
