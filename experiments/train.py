@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from experiments import checkpoint, cli, configs, data, generate, metrics, run
@@ -156,7 +157,7 @@ def train(name: str, config: TrainConfig) -> int:
                     "loss": float(figures.loss),
                     "val_loss": val_loss,
                     "grad_norm": float(figures.grad_norm),
-                    "learning_rate": float(rate(done - 1 - int(figures.skipped))),
+                    "learning_rate": float(jnp.asarray(rate(done - 1 - int(figures.skipped)))),
                     "tokens_per_second": speed,
                     "mfu": speed and speed * flops / (peak.flops * len(devices)),
                     "peak_memory_gib": metrics.peak_memory_gib(devices[0]),
