@@ -214,7 +214,8 @@ class Checkpoints:
     def _listed(self, suffix: str = "") -> dict[int, Path]:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         pattern = re.compile(r"(\d{8,})" + re.escape(suffix))
-        return {int(match[1]): p for p in paths if (match := pattern.fullmatch(p.name))}
+        matches = ((pattern.fullmatch(path.name), path) for path in paths if path.is_dir())
+        return {int(match[1]): path for match, path in matches if match}
 
     def _found(self) -> dict[int, Path]:
         """Each checkpoint, whole or damaged; STEP.old counts only where STEP is missing."""
@@ -229,10 +230,11 @@ class Checkpoints:
                 return
             paths = [path for path in sorted(tmp.rglob("*")) if path.is_file()]
             files = {
-                path.relative_to(tmp).as_posix(): [path.stat().st_size, crc]
-                for path, crc in zip(paths, _in_threads(_crc32, paths), strict=True)
+                path.relative_to(tmp).as_posix(): [path.stat().st_size, file_crc]
+                for path, file_crc in zip(paths, _in_threads(_crc32, paths), strict=True)
             }
-            write_json(tmp / _MANIFEST, {"arrays": kinds, "files": files})
+            crc = _manifest_crc32(kinds, files)
+            write_json(tmp / _MANIFEST, {"arrays": kinds, "files": files, "crc32": crc})
             _in_threads(_sync, [tmp, *tmp.rglob("*")])
             # A folder cannot be replaced by one rename. Killed between these two, `old` is read.
             if final.exists():
@@ -365,12 +367,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, when all its files are there and have their sizes."""
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
-        sizes = {name: size for name, (size, _) in manifest["files"].items()}
+        if manifest["crc32"] != _manifest_crc32(manifest["arrays"], manifest["files"]):
+            raise ValueError("wrong checksum")
     except FileNotFoundError:
         raise _DamagedError(f"{_MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise _DamagedError(f"{_MANIFEST} is cut short or damaged") from None
-    for name, size in sizes.items():
+    except (ValueError, KeyError, TypeError):  # not JSON, or not what was written
+        raise _DamagedError(f"{_MANIFEST} is cut short or altered") from None
+    for name, (size, _) in manifest["files"].items():
         try:
             got = (path / name).stat().st_size
         except FileNotFoundError:
@@ -390,14 +393,17 @@ def _is_whole(path: Path) -> bool:
 
 def _check_sums(path: Path, manifest: dict[str, Any], skip: set[str]) -> None:
     """Reads every file, but those of the arrays in `skip`, against its checksum."""
-    names = []
-    for name in manifest["files"]:
-        top, key, *_ = *name.split("/"), ""
-        if top != _STATE or key not in skip:
-            names.append(name)
-    for name, crc in zip(names, _in_threads(_crc32, [path / name for name in names]), strict=True):
-        if crc != manifest["files"][name][1]:
+    skipped = tuple(f"{_STATE}/{key}/" for key in skip)
+    sums = {
+        name: crc for name, (_, crc) in manifest["files"].items() if not name.startswith(skipped)
+    }
+    for name, crc in zip(sums, _in_threads(_crc32, [path / name for name in sums]), strict=True):
+        if crc != sums[name]:
             raise _DamagedError(f"{name} has a wrong checksum")
+
+
+def _manifest_crc32(arrays: dict[str, str], files: dict[str, list[int]]) -> int:
+    return zlib.crc32(json.dumps([arrays, files]).encode())
 
 
 def _crc32(path: Path) -> int:

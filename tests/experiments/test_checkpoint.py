@@ -213,11 +213,13 @@ def test_damaged_checkpoint_is_passed_over(two, capfd, name, damage):
     assert sorted(p.name for p in two.iterdir()) == ["00000001", "00000002"]
 
 
-@pytest.mark.parametrize("damage", [remove, empty, truncate])
-def test_manifest_damaged(two, capfd, damage):
-    manifest = two / "00000002" / "manifest.json"
-    os.truncate(manifest, manifest.stat().st_size - 2)  # the last brace
-    damage(manifest)
+def drop_last_brace(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 2)
+
+
+@pytest.mark.parametrize("damage", [remove, empty, drop_last_brace, flip])
+def test_damaged_manifest(two, capfd, damage):
+    damage(two / "00000002" / "manifest.json")
     with Checkpoints(two) as checkpoints:
         assert checkpoints.steps() == [1] and checkpoints.latest == 1
         assert checkpoints.restore(abstract(make_state())).step == 1
