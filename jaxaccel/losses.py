@@ -86,16 +86,17 @@ def linear_cross_entropy(
     return LossSums(objective, jax.lax.stop_gradient(nll), count)
 
 
-def chunked(x_BT: Array, chunk: int, fill: float = 0) -> Array:
+def chunked(x_BT: Array, chunk: int, fill: int = 0) -> Array:
     """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...], the tail filled up.
 
     Cut along positions and not along the batch: the batch is what a mesh shards, and
     every device then works on its own rows of each chunk.
     """
     batch, length, *rest = x_BT.shape
-    pad = [(0, 0), (0, -length % chunk)] + [(0, 0)] * len(rest)
+    count = -(-length // chunk)
+    pad = [(0, 0), (0, count * chunk - length)] + [(0, 0)] * len(rest)
     x_BT = jnp.pad(x_BT, pad, constant_values=fill)
-    return jnp.moveaxis(x_BT.reshape(batch, -1, chunk, *rest), 1, 0)
+    return jnp.moveaxis(x_BT.reshape(batch, count, chunk, *rest), 1, 0)
 
 
 def _chunk_terms(hidden, head, labels):
@@ -134,7 +135,8 @@ def _sums_forward(hidden, head, labels, z_loss, chunk):
         # d objective / d logits = (1 + 2 z_loss z) softmax - onehot(label)
         soft = jnp.exp(logits - z[..., None]) * (1 + 2 * z_loss * z)[..., None]
         word = jax.lax.broadcasted_iota(y.dtype, logits.shape, logits.ndim - 1)
-        d_logits = jnp.where(counted[..., None], soft - (word == y[..., None]), 0.0)
+        target = (word == y[..., None]).astype(jnp.float32)
+        d_logits = jnp.where(counted[..., None], soft - target, 0.0)
         d_logits = (d_logits * lift).astype(h.dtype)
         d_h = jnp.einsum("btv,vd->btd", d_logits, cast, preferred_element_type=jnp.float32)
         d_head += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32)
@@ -145,8 +147,9 @@ def _sums_forward(hidden, head, labels, z_loss, chunk):
     start = (zero, zero, jnp.zeros(head.shape, jnp.float32))
     xs = chunked(hidden, chunk), chunked(labels, chunk, IGNORED)
     (objective, nll, d_head), d_h = jax.lax.scan(step, start, xs)
-    d_hidden = jnp.moveaxis(d_h, 0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])
-    saved = d_hidden[:, : hidden.shape[1]], d_head, jnp.zeros((), hidden.dtype), head[:0]
+    batch, length, width = hidden.shape
+    d_hidden = jnp.moveaxis(d_h, 0, 1).reshape(batch, len(d_h) * chunk, width)
+    saved = d_hidden[:, :length], d_head, jnp.zeros((), hidden.dtype), head[:0]
     return (objective, nll), saved
 
 

@@ -74,10 +74,9 @@ class DecoderConfig:
     windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self):
-        small = {f: getattr(self, f) for f in ("vocab_size", "layers", "width", "mlp_width")}
-        for field, value in small.items():
-            if value < 1:
-                raise ValueError(f"{field} is {value}; it must be at least 1")
+        for field in ("vocab_size", "layers", "width", "heads", "head_size", "mlp_width"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads"
@@ -87,6 +86,12 @@ class DecoderConfig:
         if not self.windows or self.layers % len(self.windows):
             raise ValueError(
                 f"{self.layers} layers are no multiple of the group of {len(self.windows)} windows"
+            )
+        if any(window is not None and window < 1 for window in self.windows):
+            raise ValueError(f"windows are {self.windows}; each must be at least 1, or None")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}"
             )
 
 
@@ -119,7 +124,7 @@ def flops_per_token(config: DecoderConfig, sequence: int) -> float:
     return 6.0 * (matmuls + 2 * c.heads * c.head_size * seen)
 
 
-def rope_frequencies(config: DecoderConfig) -> Float[Array, "C/2"]:
+def rope_frequencies(config: DecoderConfig) -> Float[Array, "C_half"]:
     """Angle per position of each pair of channels, float32 (arXiv:2104.09864, 3.2.2)."""
     half = config.head_size // 2
     frequency = config.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
@@ -338,7 +343,8 @@ class Decoder(nnx.Module):
 
     def rope(self, positions_BT: Array) -> tuple[Array, Array]:
         """Cosine and sine of every position's angles, [B, T, C/2] float32."""
-        angles = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(self.config)
+        frequencies = rope_frequencies(self.config)[None, None]
+        angles = positions_BT[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
 
     def __call__(

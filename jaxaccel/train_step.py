@@ -185,7 +185,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         scaling = config.precision == "float16"
-        skipped = state.skipped + ~finite
+        skipped = state.skipped + (~finite).astype(jnp.int32)
         in_row = jnp.where(finite, 0, state.skipped_in_row + 1)
         new = TrainState(
             step=state.step + 1,
