@@ -1,0 +1,361 @@
+"""The input pipeline: documents, packed rows, checkpointable batches.
+
+A split of the corpus is one long stream of tokens: each document as [bos] text [eos], one
+after the other in the order of the files. Row r of a stream is its tokens r * sequence to
+(r + 1) * sequence; only the last row is padded. So packing needs no plan: a batch is a set
+of row numbers, read straight from arrays in memory or from a mapped `.bin`, and where
+documents begin is found in the row itself. What is shuffled, mixed, repeated and
+checkpointed, by grain, is row numbers. Every process computes the row numbers of the
+global batch, which is next to free, and reads its own part of them: the order depends on the
+seed and the global batch and not on how many devices or processes share the work.
+
+What could be better: text is tokenized anew in every run and held in memory. A corpus beyond
+a few GiB should be tokenized once, to a `.bin`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments import sources
+from experiments.errors import UserError
+from experiments.packing import Batch, Shard, Stream, TextShard, TokenShard, read_batch
+from experiments.sources import Document, TokenFile
+
+if TYPE_CHECKING:
+    import grain
+
+    from experiments.tokenizer import Tokenizer
+
+_ENCODE_BYTES = 1 << 24  # of text at once: enough for all cores, little beside the tokens
+_WHOLE_CHECK = 1 << 22  # a .bin of up to so many tokens is checked when it is opened
+_SAMPLE = 1 << 16  # tokens of a larger one that are; the rest is checked row by row
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on."""
+
+    source: tuple[str, ...] = ("stdlib",)
+    """Each is `stdlib` (this Python's own standard library), or a file, folder or glob of text,
+    .jsonl or .parquet documents (.gz too, but for .parquet), or .bin token ids."""
+    weights: tuple[float, ...] = ()
+    """Share of each source in a batch. Without: all of every source, once per epoch."""
+    field: str = "text"
+    """Where a .jsonl or .parquet document holds its text."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    validation_fraction: float = 0.05
+    """Part of each source that is held out: documents by a hash of their text, or the tail
+    of a .bin. Where the hash leaves a side empty (few documents), the tail of the longest."""
+    validation: tuple[str, ...] = ()
+    """Sources to validate on instead; then nothing of `source` is held out."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The training or the validation part of a corpus."""
+
+    streams: tuple[Stream, ...]  # one per source where they are weighted, else one
+
+    @property
+    def tokens(self) -> int:
+        """Tokens, special ones included."""
+        return sum(stream.tokens for stream in self.streams)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of text; of a large `.bin`, estimated from its first tokens."""
+        return sum(shard.bytes for stream in self.streams for shard in stream.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents; of a large `.bin`, estimated from its first tokens."""
+        return sum(shard.documents for stream in self.streams for shard in stream.shards)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token that is predicted: all but the first of each document."""
+        return self.bytes / max(1, self.tokens - self.documents)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and validation text; made by `load_corpus`."""
+
+    train: Split
+    validation: Split
+    weights: tuple[float, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation split: bits per byte = loss / ln(2) / bytes_per_token."""
+        return self.validation.bytes_per_token
+
+    def describe(self, documents: Sequence[int] | np.ndarray) -> list[str]:
+        """Where the documents of a batch come from.
+
+        Args:
+          documents: a batch's `documents`, of any shape; -1 (padding) is left out.
+
+        Returns:
+          `file`, `file:line` or `file: token n` of each, without repeats.
+        """
+        streams = [*self.train.streams, *self.validation.streams]
+        firsts = np.concatenate([stream.first_documents[:-1] for stream in streams])
+        shards = [shard for stream in streams for shard in stream.shards]
+        numbers = [int(n) for n in np.unique(np.asarray(documents)) if n >= 0]
+        at = [int(np.searchsorted(firsts, n, side="right")) - 1 for n in numbers]
+        return [shards[s].describe(n - int(firsts[s])) for s, n in zip(at, numbers)]
+
+
+def load_corpus(config: DataConfig, tokenizer: "Tokenizer") -> Corpus:
+    """Reads, splits and tokenizes the sources.
+
+    Args:
+      config: what to read.
+      tokenizer: made by `experiments.tokenizer.load`.
+
+    Returns:
+      A corpus whose validation split is never empty.
+
+    Raises:
+      UserError: a source is missing, empty or unreadable, or an option is wrong.
+    """
+    _check(config)
+    fraction = 0.0 if config.validation else config.validation_fraction
+    parts = [_load_source(s, config.field, fraction, tokenizer) for s in config.source]
+    train, held = [part[0] for part in parts], [s for part in parts for s in part[1]]
+    for source in config.validation:
+        held += _load_source(source, config.field, 0.0, tokenizer)[0]
+    if config.weights:
+        named = list(zip(config.source, train))
+    else:
+        named = [(", ".join(config.source), [s for shards in train for s in shards])]
+    streams, first = [], 0
+    for name, shards in [*named, (", ".join(config.validation or config.source), held)]:
+        streams.append(Stream(name, shards, first))
+        first = int(streams[-1].first_documents[-1])
+    return Corpus(Split(tuple(streams[:-1])), Split((streams[-1],)), config.weights)
+
+
+def training_documents(config: DataConfig) -> list[Document]:
+    """The documents of the training split, for training a tokenizer.
+
+    Raises:
+      UserError: as `load_corpus`; also where a source holds token ids.
+    """
+    _check(config)
+    fraction = 0.0 if config.validation else config.validation_fraction
+    chosen = []
+    for source in config.source:
+        paths = sources.resolve(source)
+        if binary := [path for path in paths if sources.is_token_file(path)]:
+            raise UserError(f"{binary[0]} holds token ids: a tokenizer is trained on text")
+        documents = list(sources.read_documents(paths, config.field))
+        if not documents:
+            raise UserError(f"source {source} holds no text")
+        chosen += sources.split_documents(documents, fraction, source)[0]
+    return chosen
+
+
+def _check(config: DataConfig) -> None:
+    if not config.source:
+        raise UserError("no source: give data.source at least one")
+    if config.weights and len(config.weights) != len(config.source):
+        raise UserError(
+            f"{len(config.weights)} weights for {len(config.source)} sources: give one each"
+        )
+    if not all(0 < weight < float("inf") for weight in config.weights):
+        raise UserError(f"weights must be positive, got {config.weights}")
+    if not 0 < config.validation_fraction < 1:
+        raise UserError(
+            f"validation-fraction must lie between 0 and 1, got {config.validation_fraction}"
+        )
+
+
+def _load_source(
+    source: str, field: str, fraction: float, tokenizer: "Tokenizer"
+) -> tuple[list[Shard], list[Shard]]:
+    """Training and validation shards of one source."""
+    paths = sources.resolve(source)
+    binary = [path for path in paths if sources.is_token_file(path)]
+    text = [path for path in paths if not sources.is_token_file(path)]
+    documents = list(sources.read_documents(text, field))
+    files = [sources.open_tokens(path, tokenizer.vocab_size) for path in binary]
+    files = [file for file in files if len(file.tokens)]
+    if not documents and not files:
+        raise UserError(f"source {source} is empty: it holds no text")
+    train, held = [], []
+    if documents:
+        sides = sources.split_documents(documents, fraction, source)
+        for side, shards in zip(sides, (train, held)):
+            if side:
+                shards.append(_tokenize(side, tokenizer))
+    if files:
+        token_train, token_held = _split_tokens(files, fraction, tokenizer, source)
+        train += token_train
+        held += token_held
+    return train, held
+
+
+def _tokenize(documents: list[Document], tokenizer: "Tokenizer") -> TextShard:
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    bos = [np.array([tokenizer.bos], dtype)] if tokenizer.bos is not None else []
+    eos = [np.array([tokenizer.eos], dtype)] if tokenizer.eos is not None else []
+    chunks, lengths = [], []
+    pending, size = [], 0
+    for number, document in enumerate(documents, 1):
+        pending.append(document)
+        size += len(document.text)
+        if size >= _ENCODE_BYTES or number == len(documents):
+            encoded = tokenizer.encode_batch([d.text for d in pending], [d.name for d in pending])
+            parts = [a.astype(dtype) for ids in encoded for a in (*bos, ids, *eos)]
+            chunks.append(np.concatenate(parts))
+            lengths += [len(bos) + len(ids) + len(eos) for ids in encoded]
+            pending, size = [], 0
+    return TextShard(
+        tokens=np.concatenate(chunks),
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        names=[document.name for document in documents],
+        bytes=sum(len(document.text) for document in documents),
+    )
+
+
+def _split_tokens(
+    files: list[TokenFile], fraction: float, tokenizer: "Tokenizer", source: str
+) -> tuple[list[TokenShard], list[TokenShard]]:
+    """All but the tail of the files' tokens, and the tail, cut where a document begins."""
+    total = sum(len(file.tokens) for file in files)
+    remaining = total if fraction == 0 else min(total - 1, int(total * (1 - fraction)))
+    if remaining == 0:
+        raise UserError(f"source {source} holds {total} tokens: too few to hold out validation")
+    train, held = [], []
+    for file in files:
+        whole = _token_shard(file, 0, len(file.tokens), tokenizer)
+        whole.read(0, len(file.tokens) if len(file.tokens) <= _WHOLE_CHECK else _SAMPLE)
+        cut = min(remaining, len(file.tokens))
+        if 0 < cut < len(file.tokens):
+            # The first document that begins within reach; a document longer than that is cut.
+            _, start, _ = whole.read(cut, min(cut + _WHOLE_CHECK, len(file.tokens)))
+            cut += int(np.argmax(start))
+        train += [_token_shard(file, 0, cut, tokenizer)] if cut else []
+        held += (
+            [_token_shard(file, cut, len(file.tokens), tokenizer)] if cut < len(file.tokens) else []
+        )
+        remaining -= min(remaining, len(file.tokens))
+    return _estimate(train, tokenizer), _estimate(held, tokenizer)
+
+
+def _token_shard(file: TokenFile, lo: int, hi: int, tokenizer: "Tokenizer") -> TokenShard:
+    # With one id for both ends, llm.c (which has a header) writes it before each document,
+    # nanoGPT (which has none) after it.
+    before, after = tokenizer.bos, tokenizer.eos
+    if before == after:
+        before, after = (before, None) if file.header_bytes else (None, after)
+    return TokenShard(file, lo, file.tokens[lo:hi], tokenizer.vocab_size, before, after)
+
+
+def _estimate(shards: list[TokenShard], tokenizer: "Tokenizer") -> list[TokenShard]:
+    """Sets `bytes` and `documents`, in proportion to a sample; exact for one small shard."""
+    if not shards:
+        return []
+    tokens, start, _ = shards[0].read(0, _SAMPLE)
+    size = len(tokenizer.decode(tokens).encode())
+    return [
+        dataclasses.replace(
+            shard,
+            bytes=round(size * len(shard.tokens) / len(tokens)),
+            documents=max(1, round(int(start.sum()) * len(shard.tokens) / len(tokens))),
+        )
+        for shard in shards
+    ]
+
+
+def train_iterator(
+    corpus: Corpus,
+    *,
+    batch: int,
+    sequence: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "grain.DatasetIterator[Batch]":
+    """Shuffled training batches without end.
+
+    Each epoch holds every token of the split once, in an order of its own; with weights,
+    each source has epochs of its own, and its rows come in proportion to its weight. The
+    order of the global batches depends on `seed` and `batch` alone.
+
+    Args:
+      corpus: made by `load_corpus`.
+      batch: rows of the global batch.
+      sequence: tokens in a row.
+      seed: of the order.
+      process_index: which part of each global batch to read.
+      process_count: how many parts there are.
+
+    Returns:
+      An iterator with grain's `get_state()` and `set_state()`, whose state is JSON. It yields
+      dicts of int32 [batch / process_count, sequence]:
+        tokens: ids.
+        labels: the next token of the same document, -1 where there is none.
+        segments: 1, 2, ... for the documents of a row; 0 is padding, in a tail row only.
+        positions: within the part of the document that the row holds, from 0.
+        documents: numbers for `Corpus.describe`; -1 is padding.
+
+    Raises:
+      UserError: a source holds less than one batch, or the processes do not divide `batch`.
+    """
+    import grain  # not at the top: `--help` should not wait for it
+
+    if batch % process_count:
+        raise UserError(f"batch {batch} is not divisible by {process_count} processes")
+    for stream in corpus.train.streams:
+        if stream.tokens < batch * sequence:
+            raise UserError(
+                f"source {stream.name} holds {stream.tokens:,} training tokens, less than one "
+                f"batch of {batch} x {sequence} = {batch * sequence:,}"
+            )
+    streams = corpus.train.streams
+    firsts = np.cumsum([0] + [stream.rows(sequence) for stream in streams])
+    # grain's shuffle adds the epoch to its seed: neighbouring seeds would share epochs.
+    seeds = np.random.SeedSequence(seed).generate_state(len(streams))
+    numbers = [
+        grain.MapDataset.range(int(lo), int(hi)).shuffle(seed=int(s)).repeat()
+        for lo, hi, s in zip(firsts, firsts[1:], seeds)
+    ]
+    mixed = grain.MapDataset.mix(numbers, corpus.weights) if corpus.weights else numbers[0]
+    share = batch // process_count
+    mine = slice(process_index * share, (process_index + 1) * share)
+
+    def read(rows: np.ndarray) -> Batch:
+        return read_batch(streams, firsts[:-1], rows[mine], sequence)
+
+    batches = mixed.batch(batch).map(read)
+    # One thread reads ahead: grain hands batches out in order, so determinism is kept.
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def validation_batches(
+    corpus: Corpus, *, batch: int, sequence: int, limit: int | None = None
+) -> Iterator[Batch]:
+    """Yields the validation split in batches like `train_iterator`'s, always the same.
+
+    Args:
+      corpus: made by `load_corpus`.
+      batch: rows; the last batch is filled up with rows of padding.
+      sequence: tokens in a row.
+      limit: at most so many batches, of rows spread evenly over the split; None is all.
+    """
+    streams = corpus.validation.streams
+    rows = np.arange(streams[0].rows(sequence))
+    if limit is not None and limit * batch < len(rows):
+        rows = np.arange(limit * batch) * len(rows) // (limit * batch)
+    for at in range(0, len(rows), batch):
+        chosen = rows[at : at + batch]
+        chosen = np.pad(chosen, (0, batch - len(chosen)), constant_values=-1)
+        yield read_batch(streams, np.zeros(1, np.int64), chosen, sequence)
