@@ -174,7 +174,7 @@ def make_train_step(
         # 5. Once a batch: unscale in float32, check, clip. The norm is finite only if every
         #    gradient is: one reduction serves as check, metric and clip.
         grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(nll)
         shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * shrink, grads)

@@ -1,0 +1,96 @@
+"""What a training run is made of, and which part of it makes it that run and no other."""
+
+import dataclasses
+from typing import Any, Literal
+
+from experiments.data import DataConfig
+from jaxaccel.nn import DecoderConfig
+from jaxaccel.optim import OptimizerConfig
+from jaxaccel.precision import LossScaleConfig
+from jaxaccel.remat import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A training run. The presets under `experiments/configs` are values of this class."""
+
+    model: DecoderConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+
+    run_dir: str = ""
+    """Folder of the run; empty: runs/CONFIG. Running again with the same folder resumes."""
+    steps: int = 1000
+    """Optimizer steps in all; may be raised on a finished run."""
+    batch: int = 16
+    """Rows of a step, over all devices and micro-batches."""
+    sequence: int = 256
+    """Tokens of a row."""
+    micro_batches: int = 1
+    """Parts that a batch goes through in, one after the other; saves memory."""
+    seed: int = 0
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of activations and matmuls; parameters are float32. auto: bfloat16 on GPU, float32 on CPU."""
+    remat: Policy = "selective"
+    """What the backward pass recomputes: nothing, all but matmuls, or whole layers."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition in the loss."""
+    mesh: str = ""
+    """Devices by axis, say data=2,fsdp=4 (also tensor); empty: all on fsdp."""
+
+    log_every: int = 10
+    eval_every: int = 200
+    save_every: int = 200
+    """Steps between checkpoints; the last step is always saved."""
+    eval_batches: int = 16
+    """Validation batches of an evaluation."""
+    keep: int = 3
+    """Checkpoints kept."""
+    max_skipped: int = 30
+    """Steps with non-finite gradients in a row, after which the run stops."""
+    resume: Literal["never", "auto", "must"] = "auto"
+    """never: refuse a folder with checkpoints; must: refuse one without."""
+    time_limit: float | None = None
+    """Minutes after which the run saves and exits with 0."""
+    profile: str = ""
+    """START:STOP: write a JAX profiler trace of these steps."""
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    sample_prompt: str = "def "
+    """What the sample text at the end of the run starts with."""
+    dry_run: bool = False
+    """Print what would be trained, and exit."""
+
+
+# Options that say how a run is carried out or watched, not which numbers it computes:
+# they may differ when a run is resumed.
+CARRYING_OUT = frozenset(
+    "run_dir steps micro_batches remat mesh log_every eval_every save_every eval_batches keep "
+    "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
+)
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """What makes a run this run: every option that changes its numbers, by dotted name.
+
+    Example:
+      >>> from experiments.configs import load
+      >>> identity(load("tiny"))["model.layers"]
+      4
+    """
+    flat: dict[str, Any] = {}
+
+    def walk(prefix, node):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{key}.", value)
+            else:
+                flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+
+    tree = dataclasses.asdict(config)
+    del tree["data"]["tokenizer"]  # what counts is its fingerprint, not its path
+    walk("", {key: value for key, value in tree.items() if key not in CARRYING_OUT})
+    return flat
