@@ -163,8 +163,8 @@ def training_documents(config: DataConfig) -> list[Document]:
 
 
 def _check(config: DataConfig) -> None:
-    if not config.source:
-        raise UserError("no source: give data.source at least one")
+    if not all((config.source, *config.source, *config.validation)):
+        raise UserError("no source: give 'stdlib', a file, a folder or a glob")
     if config.weights and len(config.weights) != len(config.source):
         raise UserError(
             f"{len(config.weights)} weights for {len(config.source)} sources: give one each"
@@ -323,7 +323,7 @@ def train_iterator(
     streams = corpus.train.streams
     firsts = np.cumsum([0] + [stream.rows(sequence) for stream in streams])
     # grain's shuffle adds the epoch to its seed: neighbouring seeds would share epochs.
-    seeds = np.random.SeedSequence(seed).generate_state(len(streams))
+    seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(streams))
     numbers = [
         grain.MapDataset.range(int(lo), int(hi)).shuffle(seed=int(s)).repeat()
         for lo, hi, s in zip(firsts, firsts[1:], seeds)
@@ -335,7 +335,8 @@ def train_iterator(
     def read(rows: np.ndarray) -> Batch:
         return read_batch(streams, firsts[:-1], rows[mine], sequence)
 
-    batches = mixed.batch(batch).map(read)
+    # No remainder, of a dataset without end: grain's other way overflows for a batch of 1.
+    batches = mixed.batch(batch, drop_remainder=True).map(read)
     # One thread reads ahead: grain hands batches out in order, so determinism is kept.
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 

@@ -201,17 +201,16 @@ def split_documents(
 def _cut(document: Document, tail_bytes: float, source: str) -> tuple[Document, Document]:
     """Cuts off about so many bytes, at most half: at a line end, or else between characters."""
     text = document.text
-    cut = len(text) - min(max(1, round(tail_bytes)), len(text) // 2)
-    if line_end := text.rfind(b"\n", len(text) // 4, cut) + 1:
-        cut = line_end
-    else:
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:
-            cut += 1
-    if not 0 < cut < len(text):
+    if len(text) < 8:
         raise UserError(
             f"source {source} holds {len(text)} bytes of text: too little to hold out validation"
         )
-    line = max(document.line, 1) + text.count(b"\n", 0, cut)
+    cut = len(text) - min(max(1, round(tail_bytes)), len(text) // 2)
+    if line_end := text.rfind(b"\n", len(text) // 4, cut) + 1:
+        cut = line_end
+    else:  # at the character's first byte; where there is none within 4 bytes it is not UTF-8
+        cut = next((at for at in range(cut, cut - 4, -1) if text[at] & 0xC0 != 0x80), cut)
+    line = document.line or 1 + text.count(b"\n", 0, cut)
     return document._replace(text=text[:cut]), Document(text[cut:], document.file, line)
 
 
