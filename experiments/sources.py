@@ -71,16 +71,16 @@ def resolve(source: str) -> list[Path]:
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+        paths = [p for p in _walk(root, _NOT_STDLIB) if p.suffix == ".py"]
         problem = f"this Python has no source text of its standard library at {root}"
     else:
         root = Path(source).expanduser()
         if root.is_dir():
-            paths = [p for p in root.rglob("*") if not _hidden(p.relative_to(root))]
+            paths = list(_walk(root, {"__pycache__"}))
             problem = f"source folder {source} holds no files"
         elif root.exists():
             paths, problem = [root], f"source {source} is no regular file or folder"
-        elif glob.has_magic(source):
+        elif any(character in source for character in "*?["):
             paths = [Path(p) for p in glob.glob(str(root), recursive=True)]
             problem = f"source {source!r} matches no file"
         else:
@@ -91,8 +91,11 @@ def resolve(source: str) -> list[Path]:
     raise UserError(problem)
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
+    """Files below `root`, but for hidden ones and for folders of such names."""
+    for folder, folders, names in root.walk():
+        folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
+        yield from (folder / name for name in names if not name.startswith("."))
 
 
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[Document]:

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from experiments import tokenizer
-from experiments.data import DataConfig, load_corpus, validation_batches
+from experiments.data import DataConfig, load_corpus, train_iterator, validation_batches
 from experiments.errors import UserError
 
 TEXT = "def naïve(x):\n    return '€ 𝄞 日本' * x  # <|begin_of_text|>\n"
@@ -139,6 +139,20 @@ def test_fingerprint_follows_the_mapping_and_not_the_file(bpe):
     assert len(prints) == 3
 
 
+def test_a_document_of_no_tokens_is_left_out(tmp_path):
+    whole_words().save(str(tmp_path / "t.json"))  # neither bos nor eos; spaces are no token
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "a b"}\n{"text": "  "}\n{"text": "b"}\n{"text": " "}'
+    )
+    (tmp_path / "v.txt").write_text("a")
+    config = DataConfig(source=(f"{tmp_path}/a.jsonl",), validation=(f"{tmp_path}/v.txt",))
+    corpus = load_corpus(config, tokenizer.load(str(tmp_path / "t.json")))
+    assert (corpus.train.tokens, corpus.train.documents, corpus.train.bytes) == (3, 2, 4)
+    batch = next(train_iterator(corpus, batch=1, sequence=3, seed=0))
+    assert batch["segments"].tolist() == [[1, 1, 2]] and batch["labels"].tolist() == [[1, -1, -1]]
+    assert corpus.describe(batch["documents"][0, 2:]) == [f"{tmp_path}/a.jsonl:3"]
+
+
 def test_a_corpus_under_bpe(tmp_path, bpe):
     t = tokenizer.load(str(bpe))
     (tmp_path / "a.txt").write_text("train", encoding="utf-8")
@@ -204,5 +218,5 @@ def test_training_is_refused(tmp_path):
         tokenizer.main(tokenizer.TrainConfig(out=tmp_path / "t.json", data=config))
     (tmp_path / "b.txt").write_bytes(b"text enough")
     config = DataConfig(source=(str(tmp_path / "b.txt"),))
-    with pytest.raises(UserError, match="cannot write .*no/such"):
+    with pytest.raises(UserError, match=r"cannot write .*no/such"):
         tokenizer.main(tokenizer.TrainConfig(out=tmp_path / "no" / "such", data=config))
