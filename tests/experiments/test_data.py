@@ -235,16 +235,25 @@ def test_one_document_gives_its_tail_to_validation(tmp_path, lines):
     assert name == f"{path}:{1 + text[: -len(held.decode())].count(chr(10))}"
 
 
-def test_a_bin_gives_its_tail_to_validation(tmp_path):
+@pytest.mark.parametrize(("fraction", "first"), [(0.2, 80), (0.197, 81), (0.203, 80)])
+@pytest.mark.parametrize("ids", [(256, 257), (257, 257)])
+def test_a_bin_gives_its_tail_to_validation(tmp_path, fraction, first, ids):
+    """Cut where a document begins: 5 tokens each with both ids, 4 where one ends a document."""
     texts = [b"%03d" % i for i in range(100)]
-    source = write_bin(tmp_path / "x.bin", texts)
-    corpus = load(source, validation_fraction=0.2)
+    size = 5 if ids[0] != ids[1] else 4
+    tokens = [i for text in texts for i in ([256, *text, 257] if size == 5 else [*text, 257])]
+    source = str(tmp_path / "x.bin")
+    np.array(tokens, np.uint16).tofile(source)
+    corpus = load_corpus(
+        DataConfig(source=(source,), validation_fraction=fraction),
+        dataclasses.replace(BYTES, bos=ids[0], eos=ids[1]),
+    )
     held = texts_of(r for b in validation_batches(corpus, batch=1, sequence=7) for r in rows_of(b))
-    assert held == texts[80:]
-    assert (corpus.train.documents, corpus.validation.documents) == (80, 20)
-    assert (corpus.train.bytes, corpus.validation.bytes) == (240, 60)
+    assert held == texts[first:]
+    assert (corpus.train.documents, corpus.validation.documents) == (first, 100 - first)
+    assert (corpus.train.bytes, corpus.validation.bytes) == (3 * first, 300 - 3 * first)
     batch = next(validation_batches(corpus, batch=1, sequence=7))
-    assert corpus.describe(batch["documents"]) == [f"{source}: token 400"]
+    assert corpus.describe(batch["documents"]) == [f"{source}: token {first * size}"]
 
 
 def test_a_large_bin_is_not_scanned(tmp_path):
