@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +52,17 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     elif config.schedule == "wsd":
         decay = max(round(config.decay_fraction * rest), 1)
         main = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
-    else:
+    elif config.schedule == "constant":
         main = optax.constant_schedule(peak)
+    else:
+        raise ValueError(f"unknown schedule {config.schedule!r}; known: cosine, wsd, constant")
     if warmup == 0:
         return main
     rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, main], [warmup])
 
 
-def decays(params: PyTree[Array]) -> PyTree[bool]:
+def decays(params: PyTree) -> PyTree[bool]:
     """Which parameters weight decay applies to: kernels, the embedding and the head."""
     matrices = ("kernel", "embedding", "head")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
@@ -68,7 +70,7 @@ def decays(params: PyTree[Array]) -> PyTree[bool]:
 
 def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """`optax.adamw` with this schedule and decay mask; clipping is the training step's."""
-    return optax.adamw(
+    inner = optax.adamw(
         schedule(config, steps),
         b1=config.b1,
         b2=config.b2,
@@ -76,3 +78,10 @@ def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         weight_decay=config.weight_decay,
         mask=decays,
     )
+
+    def update(updates, state, params=None):
+        # optax raises a float to an integer power, which strict dtype promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)

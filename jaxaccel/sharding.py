@@ -58,7 +58,7 @@ def parse_mesh(text: str, devices: int) -> dict[str, int]:
     for part in text.split(","):
         axis, _, size = part.partition("=")
         axis, size = axis.strip(), size.strip()
-        if axis not in AXES or axis in seen or not size.isdigit() or int(size) < 1:
+        if axis not in AXES or axis in seen or not size.isdecimal() or int(size) < 1:
             raise ValueError(
                 f"cannot read {part!r} of mesh {text!r}; write axis=size with each of "
                 f"{', '.join(AXES)} at most once, say data=2,fsdp=4"
