@@ -25,8 +25,6 @@ import os
 import re
 import shutil
 import sys
-import zlib
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,22 +34,18 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
+from experiments import manifest
 from experiments.errors import UserError
+from experiments.manifest import DamagedError, write_json
 
 PyTree = Any
 
 _DATA = "data.json"
 _STATE = "state"
-_MANIFEST = "manifest.json"
-_READ_BYTES = 1 << 22
 
 
 class SaveError(UserError):
     """A checkpoint could not be written; the ones before it are kept."""
-
-
-class _DamagedError(Exception):
-    """Why a checkpoint is not whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,19 +160,19 @@ class Checkpoints:
                 )
             try:
                 return self._read(step, candidates[step], like, part)
-            except _DamagedError as damage:
+            except DamagedError as damage:
                 raise UserError(f"checkpoint {candidates[step]} is damaged: {damage}") from None
         candidates = self._listed(".tmp") | candidates
         for candidate, path in sorted(candidates.items(), reverse=True):
             try:
                 return self._read(candidate, path, like, part)
-            except _DamagedError as damage:
+            except DamagedError as damage:
                 print(f"warning: passing over checkpoint {path}: {damage}", file=sys.stderr)
         return None
 
     def steps(self) -> list[int]:
         """Returns the steps of the whole checkpoints, ascending (by file sizes, not checksums)."""
-        return [step for step, path in sorted(self._found().items()) if _is_whole(path)]
+        return [step for step, path in sorted(self._found().items()) if manifest.is_whole(path)]
 
     @property
     def latest(self) -> int | None:
@@ -228,21 +222,14 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if jax.process_index() != 0:
                 return
-            paths = [path for path in sorted(tmp.rglob("*")) if path.is_file()]
-            files = {
-                path.relative_to(tmp).as_posix(): [path.stat().st_size, file_crc]
-                for path, file_crc in zip(paths, _in_threads(_crc32, paths), strict=True)
-            }
-            crc = _manifest_crc32(kinds, files)
-            write_json(tmp / _MANIFEST, {"arrays": kinds, "files": files, "crc32": crc})
-            _in_threads(_sync, [tmp, *tmp.rglob("*")])
+            manifest.write(tmp, kinds)
             # A folder cannot be replaced by one rename. Killed between these two, `old` is read.
             if final.exists():
                 if old.exists():
                     shutil.rmtree(old)
                 final.rename(old)
             tmp.rename(final)
-            _sync(self.folder)
+            manifest.sync(self.folder)
             self._prune(step)
         except (OSError, ValueError) as error:
             raise self._failed(step, error) from error
@@ -274,16 +261,17 @@ class Checkpoints:
 
     def _read(self, step: int, path: Path, like: PyTree, part: str) -> Restored:
         if path.suffix == ".tmp":
-            raise _DamagedError("its save was cut short, or is not over")
-        manifest = _read_manifest(path)
+            raise DamagedError("its save was cut short, or is not over")
+        contents = manifest.read(path)
         wanted = _flatten(like, part)
         within = {
             key: kind
-            for key, kind in manifest["arrays"].items()
+            for key, kind in contents["arrays"].items()
             if not part or key == part or key.startswith(part + ".")
         }
         _check_fit(path, within, {key: _kind(leaf) for key, leaf in wanted.items()})
-        _check_sums(path, manifest, skip=manifest["arrays"].keys() - wanted.keys())
+        others = contents["arrays"].keys() - wanted.keys()
+        manifest.check_sums(path, contents, skip=[f"{_STATE}/{key}/" for key in others])
 
         first = SingleDeviceSharding(jax.local_devices()[0])
         abstract = {
@@ -306,23 +294,6 @@ class Checkpoints:
             state=jax.tree.unflatten(jax.tree.structure(like), leaves),
             data_state=json.loads((path / _DATA).read_text()),
         )
-
-
-def write_json(path: Path, obj: Any) -> None:
-    """Writes JSON so that a crash at any moment leaves the old file or the new one, whole.
-
-    Args:
-      path: the file; its folder exists.
-      obj: what `json.dumps` takes.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(obj, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _sync(path.parent)
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
@@ -361,69 +332,3 @@ def _check_fit(path: Path, stored: dict[str, str], wanted: dict[str, str], show:
             f"checkpoint {path} holds other arrays than asked for: "
             f"{'; '.join(differing[:show])}{more}"
         )
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, when all its files are there and have their sizes."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-        if manifest["crc32"] != _manifest_crc32(manifest["arrays"], manifest["files"]):
-            raise ValueError("wrong checksum")
-    except FileNotFoundError:
-        raise _DamagedError(f"{_MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):  # not JSON, or not what was written
-        raise _DamagedError(f"{_MANIFEST} is cut short or altered") from None
-    for name, (size, _) in manifest["files"].items():
-        try:
-            got = (path / name).stat().st_size
-        except FileNotFoundError:
-            raise _DamagedError(f"{name} is missing") from None
-        if got != size:
-            raise _DamagedError(f"{name} has {got} bytes instead of {size}")
-    return manifest
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        _read_manifest(path)
-    except _DamagedError:
-        return False
-    return True
-
-
-def _check_sums(path: Path, manifest: dict[str, Any], skip: set[str]) -> None:
-    """Reads every file, but those of the arrays in `skip`, against its checksum."""
-    skipped = tuple(f"{_STATE}/{key}/" for key in skip)
-    sums = {
-        name: crc for name, (_, crc) in manifest["files"].items() if not name.startswith(skipped)
-    }
-    for name, crc in zip(sums, _in_threads(_crc32, [path / name for name in sums]), strict=True):
-        if crc != sums[name]:
-            raise _DamagedError(f"{name} has a wrong checksum")
-
-
-def _manifest_crc32(arrays: dict[str, str], files: dict[str, list[int]]) -> int:
-    return zlib.crc32(json.dumps([arrays, files]).encode())
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file, or the names in a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _in_threads[T](function: Callable[[Path], T], paths: list[Path]) -> list[T]:
-    """Eight at a time: checksums release the GIL, and a disk merges flushes that wait for it."""
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(function, paths))

@@ -21,9 +21,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from experiments import tokenizer as tokenizers
-from experiments.checkpoint import Checkpoints, write_json
+from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig, identity
 from experiments.errors import UserError
+from experiments.manifest import write_json
 from experiments.tokenizer import Tokenizer
 from jaxaccel import sharding
 from jaxaccel.nn import Decoder

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from experiments import checkpoint, cli, configs, data, generate, metrics, run
+from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.config import TrainConfig
 from experiments.errors import UserError
@@ -130,7 +130,7 @@ def train(name: str, config: TrainConfig) -> int:
         wandb_project=config.wandb_project,
     )
     run.write_config(folder, config, tokenizer)
-    checkpoint.write_json(folder / "env.json", metrics.environment())
+    manifest.write_json(folder / "env.json", metrics.environment())
     with checkpoints, stop, log:
         log.message(describe(config, sizes))
         log.message(describe_corpus(corpus, tokenizer))

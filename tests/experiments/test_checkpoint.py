@@ -19,9 +19,10 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from experiments import checkpoint
-from experiments.checkpoint import Checkpoints, SaveError, write_json
+from experiments import manifest
+from experiments.checkpoint import Checkpoints, SaveError
 from experiments.errors import UserError
+from experiments.manifest import write_json
 
 
 @jax.tree_util.register_dataclass
@@ -256,7 +257,7 @@ def test_killed_while_replacing(two, capfd):
 CHILD = """
 import sys, time, jax.numpy as jnp
 from pathlib import Path
-from experiments import checkpoint
+from experiments import checkpoint, manifest
 folder, stop_at = Path(sys.argv[1]), sys.argv[2]
 state = lambda step: {"w": jnp.full((512, 1024), step, jnp.float32), "step": jnp.int32(step)}
 checkpoints = checkpoint.Checkpoints(folder)
@@ -266,7 +267,7 @@ def stop(*args, **kwargs):
     print("here", flush=True)
     time.sleep(60)
 if stop_at == "data written":
-    checkpoint._crc32 = stop
+    manifest._crc32 = stop
 elif stop_at == "before the rename":
     Path.rename = stop
 else:
@@ -347,7 +348,7 @@ def test_no_space_left(two, monkeypatch, surfaces_at):
 
     checkpoints = Checkpoints(two)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_crc32", full)
+        patch.setattr(manifest, "_crc32", full)
         checkpoints.save(3, make_state(3), {})
         with pytest.raises(SaveError) as error:
             {
