@@ -21,7 +21,7 @@ from experiments import cli, data
 from experiments.errors import UserError
 from experiments.run import Run, load_run
 from jaxaccel import sharding
-from jaxaccel.train_step import BATCH_KEYS, StepConfig, TrainStep, make_train_step
+from jaxaccel.train_step import StepConfig, TrainStep, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EvalData:
     """What to measure on."""
 
     source: tuple[str, ...] = ()
-    """Sources as in training, of which the held-out part is read. Without: the run's own."""
+    """Sources as in training, read whole. Without: what the run held out of its own."""
     field: str | None = None
     """Where a .jsonl or .parquet document holds its text. Without: as in the run."""
 
@@ -69,11 +69,7 @@ def mean_loss(
     """
     total, count = 0.0, 0
     for batch in batches:
-        placed = {
-            key: jax.make_array_from_process_local_data(step.batch_sharding, batch[key])
-            for key in BATCH_KEYS
-        }
-        sums = step.evaluate(params, placed)
+        sums = step.evaluate(params, step.place(batch))
         total += float(sums.nll)  # in double precision from here on
         count += int(sums.count)
     return total / max(1, count), count
@@ -115,7 +111,7 @@ def main(config: EvalConfig) -> None:
     run = load_run(config.run)
     changes: dict[str, Any] = {}
     if config.data.source:
-        changes = {"source": config.data.source, "weights": (), "validation": ()}
+        changes = {"source": config.data.source, "weights": (), "validation": config.data.source}
     if config.data.field is not None:
         changes["field"] = config.data.field
     data_config = dataclasses.replace(run.config.data, **changes)
