@@ -7,7 +7,7 @@ layers, which dtypes, which sharding. No technique knows another; all of them me
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class StepConfig:
 
 
 @jax.tree_util.register_dataclass
+@no_type_check  # JAX rebuilds it around shapes and shardings too
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All that a run is between two steps, besides its place in the data."""
@@ -174,7 +175,7 @@ def make_train_step(
         # 5. Once a batch: unscale in float32, check, clip. The norm is finite only if every
         #    gradient is: one reduction serves as check, metric and clip.
         grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(nll)
         shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * shrink, grads)
