@@ -192,7 +192,7 @@ def test_eval_of_the_runs_own_text(folder, capsys):
     )
 
 
-def test_mean_loss_weighs_tokens_not_batches(folder):
+def test_loss_weighs_tokens_not_batches(folder):
     """The figure does not depend on how the split is cut into batches."""
     run = load_run(folder)
     corpus = data.load_corpus(run.config.data, BYTES)
