@@ -172,7 +172,8 @@ def test_eval_equals_a_plain_pass(folder, decoder, short_documents, capsys):
     source = ("--data.source", short_documents, "--data.field", "body")
     assert call(eval, "--run", folder, *source, "--json") == 0
     got = json.loads(capsys.readouterr().out)
-    config = DataConfig(source=(str(short_documents),), field="body", validation_fraction=0.3)
+    whole = (str(short_documents),)  # another source than the run's is read whole
+    config = DataConfig(source=whole, field="body", validation=whole)
     held_out = data.load_corpus(config, BYTES).validation
     loss, tokens = plain_loss(decoder, held_out.streams[0].shards[0])
     assert got["tokens"] == tokens > 19
