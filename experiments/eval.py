@@ -9,17 +9,19 @@ of unlike tokenizers; loss and perplexity are per token and do not.
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import Array
+import optax
+from jaxtyping import Array, PyTree
 
 from experiments import cli, data
 from experiments.errors import UserError
 from experiments.run import Run, load_run
-from jaxaccel import losses, precision, sharding
-from jaxaccel.nn import Decoder
+from jaxaccel import sharding
+from jaxaccel.train_step import StepConfig, TrainStep, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class EvalData:
     """What to measure on."""
 
     source: tuple[str, ...] = ()
-    """Sources as in training, of which the held-out part is read. Without: the run's own."""
+    """Sources as in training, read whole. Without: what the run held out of its own."""
     field: str | None = None
     """Where a .jsonl or .parquet document holds its text. Without: as in the run."""
 
@@ -55,12 +57,22 @@ class Evaluation:
     tokens: int  # predicted: all but the first of each document
 
 
-@jax.jit
-def _loss_sums(decoder: Decoder, batch: dict[str, Array]) -> losses.LossSums:
-    hidden = decoder(
-        batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
-    )
-    return losses.linear_cross_entropy(hidden, decoder.head_VD, batch["labels"])
+def mean_loss(
+    step: TrainStep, params: PyTree[Array], batches: Iterable[data.Batch]
+) -> tuple[float, int]:
+    """Mean negative log-likelihood over the tokens of all batches, in nats, and their number.
+
+    Args:
+      step: made by `make_train_step`.
+      params: sharded as the step has them.
+      batches: ragged or not: each weighs as many tokens as it has.
+    """
+    total, count = 0.0, 0
+    for batch in batches:
+        sums = step.evaluate(params, step.place(batch))
+        total += float(sums.nll)  # in double precision from here on
+        count += int(sums.count)
+    return total / max(1, count), count
 
 
 def evaluate(run: Run, corpus: data.Corpus, mesh_axes: str = "") -> Evaluation:
@@ -79,21 +91,17 @@ def evaluate(run: Run, corpus: data.Corpus, mesh_axes: str = "") -> Evaluation:
     try:
         sizes = sharding.parse_mesh(mesh_axes, jax.device_count())
         mesh = sharding.make_mesh(sizes)
-        dtype = precision.COMPUTE_DTYPES[config.precision]
-        decoder = run.decoder(mesh, dtype=dtype, constrain=sharding.constrainer(mesh))
+        options = StepConfig(precision=config.precision)
+        step = make_train_step(config.model, optax.identity(), options, mesh)
     except ValueError as error:
         raise UserError(str(error)) from error
     # Rows of padding weigh nothing: round up to what the devices can share.
     shards = sizes["data"] * sizes["fsdp"]
     batch = -(-config.batch // shards) * shards
-    total, tokens = 0.0, 0
-    for rows in data.validation_batches(corpus, batch=batch, sequence=config.sequence):
-        sums = _loss_sums(decoder, jax.device_put(rows, sharding.batch_sharding(mesh)))
-        total += float(sums.nll)  # in double precision from here on
-        tokens += int(sums.count)
+    batches = data.validation_batches(corpus, batch=batch, sequence=config.sequence)
+    loss, tokens = mean_loss(step, run.params(mesh), batches)
     if not tokens:
         raise UserError("the held-out text has no token to predict: its documents are too short")
-    loss = total / tokens
     bits = loss / math.log(2) / corpus.bytes_per_token
     return Evaluation(loss, bits, math.exp(loss), tokens)
 
@@ -103,7 +111,7 @@ def main(config: EvalConfig) -> None:
     run = load_run(config.run)
     changes: dict[str, Any] = {}
     if config.data.source:
-        changes = {"source": config.data.source, "weights": (), "validation": ()}
+        changes = {"source": config.data.source, "weights": (), "validation": config.data.source}
     if config.data.field is not None:
         changes["field"] = config.data.field
     data_config = dataclasses.replace(run.config.data, **changes)

@@ -10,23 +10,23 @@ import os
 import pprint
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
 
 from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.config import TrainConfig
 from experiments.errors import UserError
+from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
 from jaxaccel import optim, precision, sharding
 from jaxaccel.nn import flops_per_token, parameter_count
-from jaxaccel.train_step import BATCH_KEYS, StepConfig, StepMetrics, TrainStep, make_train_step
+from jaxaccel.train_step import StepConfig, StepMetrics, TrainStep, make_train_step
 
 
 class RunStopped(Exception):
@@ -93,10 +93,6 @@ def train(name: str, config: TrainConfig) -> int:
     step: TrainStep = user_error(
         make_train_step, config.model, optimizer, StepConfig(**options), mesh
     )
-    place = lambda batch: {
-        key: jax.make_array_from_process_local_data(step.batch_sharding, batch[key])
-        for key in BATCH_KEYS
-    }
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
@@ -172,7 +168,7 @@ def train(name: str, config: TrainConfig) -> int:
         while done < config.steps:
             profile.before(done + 1)
             batch = next(batches)
-            state, figures = step.step(state, place(batch))
+            state, figures = step.step(state, step.place(batch))
             done += 1
             if pending:
                 settle(*pending)
@@ -196,7 +192,7 @@ def train(name: str, config: TrainConfig) -> int:
                         held_out = data.validation_batches(
                             corpus, **shape, limit=config.eval_batches
                         )
-                        final_loss = val_loss = mean_loss(step, state.params, map(place, held_out))
+                        final_loss = val_loss = mean_loss(step, state.params, held_out)[0]
                 settle(*pending, val_loss)
                 pending = None
                 if saving:
@@ -262,12 +258,6 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
             f"micro-batches; legal are multiples of {unit}, say "
             f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
         )
-
-
-def mean_loss(step: TrainStep, params: PyTree[Array], batches: Iterable) -> float:
-    """Mean over all tokens of `batches`, nats."""
-    sums = [step.evaluate(params, batch) for batch in batches]
-    return float(sum(s.nll for s in sums)) / max(1, int(sum(s.count for s in sums)))
 
 
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
