@@ -8,6 +8,7 @@ float32, after. The scale doubles after a run of finite steps and halves on an o
 """
 
 import dataclasses
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ COMPUTE_DTYPES = {
 
 
 @jax.tree_util.register_dataclass
+@no_type_check  # JAX rebuilds it around shapes and shardings too
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """State of dynamic loss scaling; powers of two, so that scaling is exact."""

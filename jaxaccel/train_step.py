@@ -7,7 +7,7 @@ layers, which dtypes, which sharding. No technique knows another; all of them me
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class StepConfig:
 
 
 @jax.tree_util.register_dataclass
+@no_type_check  # JAX rebuilds it around shapes and shardings too
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """All that a run is between two steps, besides its place in the data."""

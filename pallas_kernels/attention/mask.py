@@ -100,24 +100,38 @@ def split(mask: Mask, batch: int, queries: int, keys: int) -> tuple[Band, MaskAr
     return Band(left, right, None), MaskArrays(q_segments, k_segments, offset)
 
 
-def key_range(band: Band, offsets: tuple, first: Any, last: Any, keys: int) -> tuple:
-    """The keys `start:stop` that queries first..last may see, by the band alone.
+def key_range(band: Band, offset: tuple, first: Any, count: int, keys: int) -> tuple:
+    """The keys `start:stop` that some of `count` queries from `first` may see, by the band.
 
     Args:
       band: the static mask.
-      offsets: the least and the greatest offset; ints or int32 scalars.
-      first, last: query indices; ints or int32 scalars.
+      offset: the least and the greatest offset; ints or int32 scalars.
+      first: index of the first query; int or int32 scalar.
+      count: number of queries.
       keys: S.
 
     Returns:
       `start`, `stop`; ints if all arguments are. `stop <= start` if nothing is seen.
+
+    Example:
+      >>> key_range(Band(left=None, right=0, offset=0), (0, 0), 64, 64, 256)
+      (0, 128)
     """
-    low, high = offsets
+    low, high = offset
     start = 0 if band.left is None else first + low - band.left
-    stop = keys if band.right is None else last + high + band.right + 1
+    stop = keys if band.right is None else first + count - 1 + high + band.right + 1
     if isinstance(start, int) and isinstance(stop, int):
         return max(start, 0), min(stop, keys)
     return jnp.maximum(start, 0), jnp.minimum(stop, keys)
+
+
+def query_range(band: Band, offset: tuple, first: Any, count: int, queries: int) -> tuple:
+    """The queries `start:stop` that may see some of `count` keys from `first`.
+
+    Seen from the keys, the band is mirrored: `-right <= query - (key - offset) <= left`.
+    """
+    mirrored = Band(left=band.right, right=band.left, offset=None)
+    return key_range(mirrored, (-offset[1], -offset[0]), first, count, queries)
 
 
 def band_covers(band: Band, rows: range, columns: range) -> bool:
