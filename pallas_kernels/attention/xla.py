@@ -76,9 +76,7 @@ def forward(
             top, total, sum_ = state
             k_s, v_s = _take(k, column, columns), _take(v, column, columns)
             logits = _cap(options, _einsum("bkrd,bksd->bkrs", q_r, k_s) * options.scale)
-            allowed = grid.allowed(row, rows, column, columns)
-            if allowed is not None:
-                logits = _select(jnp.repeat(allowed, groups, axis=1), logits)
+            logits = grid.hide(logits, row, rows, column, columns)
             new_top = jnp.maximum(top, logits.max(-1))
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             p = jnp.exp(logits - finite[..., None])
@@ -138,9 +136,7 @@ def backward(
             q_r, dout_r, lse_r, delta_r = (_take(x, r, n) for x in (q, dout, lse, delta))
             capped = _cap(options, _einsum("bksd,bkrd->bksr", k_s, q_r) * options.scale)
             logits = capped - lse_r[:, :, None]
-            allowed = grid.allowed(row, rows, column, columns)
-            if allowed is not None:
-                logits = _select(jnp.repeat(allowed, groups, axis=1).swapaxes(1, 2), logits)
+            logits = grid.hide(logits, row, rows, column, columns, keys_first=True)
             p = jnp.exp(logits)
             ds = p * (_einsum("bkse,bkre->bksr", v_s, dout_r) - delta_r[:, :, None])
             if options.soft_cap is not None:
@@ -159,7 +155,9 @@ def backward(
 
     dq_BKDR = jnp.zeros((*q.shape[:2], q.shape[3], q.shape[2]))
     (dk, dv), dq_BKDR = grid.map_blocks(grid.keys, grid.key_tile, block, dq_BKDR)
-    dq = _from_rows(dq_BKDR.swapaxes(2, 3).astype(q.dtype), groups)[:, : grid.queries]
+    # One transpose: a swap of D and R alone would be folded back into the matmul.
+    dq = dq_BKDR.reshape(*dq_BKDR.shape[:3], -1, groups).transpose(0, 3, 1, 4, 2)
+    dq = dq.reshape(*dq.shape[:2], -1, dq.shape[4])[:, : grid.queries].astype(q.dtype)
     dk, dv = (x.swapaxes(1, 2)[:, : grid.keys] for x in (dk, dv))
     return dq, dk, dv, dsinks
 
@@ -236,30 +234,28 @@ class _Grid:
         tiles = start // size, (stop + size - 1) // size
         return lax.fori_loop(*tiles, lambda j, state: meet(j * size, size, state), state)
 
-    def allowed(self, row, rows: int, column, columns: int) -> Array | None:
-        """Returns the mask `[1 or B, t, s]` of a tile, or None if it allows every pair."""
+    def hide(self, logits, row, rows: int, column, columns: int, keys_first: bool = False):
+        """Puts what the mask forbids of a tile, `[B, K, r, s]` or `[B, K, s, r]`, at -inf."""
         mask = self.mask
         if self.unrolled and mask.q_segments is None:
             ranges = range(row, row + rows), range(column, column + columns)
             if band_covers(self.band, *ranges):
-                return None
+                return logits
+        groups = logits.shape[3 if keys_first else 2] // rows
         if mask.q_segments is not None:
-            mask = replace(
-                mask,
-                q_segments=_take(self.pad_queries(mask.q_segments), row, rows, 1),
-                k_segments=_take(self.pad_keys(mask.k_segments), column, columns, 1),
-            )
+            q_segments = _take(self.pad_queries(mask.q_segments), row, rows, 1)
+            k_segments = _take(self.pad_keys(mask.k_segments), column, columns, 1)
+            q_segments = jnp.repeat(q_segments, groups, axis=1)
+            mask = replace(mask, q_segments=q_segments, k_segments=k_segments)
+        query = row + jnp.arange(rows * groups) // groups
         key = column + jnp.arange(columns)
-        allowed = visible(self.band, mask, row + jnp.arange(rows), key)
-        return allowed if self.unrolled else allowed & (key < self.keys)[None, None]
-
-
-def _select(allowed: Array, logits: Array) -> Array:
-    """Puts the logits [B, K, ., .] that are not allowed [1 or B, ., .] at -inf."""
-    # The barriers make XLA's CPU compiler compute the comparisons once for all heads and the
-    # select once for maximum and exponential; see the head of the file.
-    allowed = lax.optimization_barrier(allowed)[:, None]
-    return lax.optimization_barrier(jnp.where(allowed, logits, -jnp.inf))
+        allowed = visible(self.band, mask, query, key, keys_first=keys_first)
+        if not self.unrolled:  # the last tile may reach into padding
+            allowed &= jnp.expand_dims((key < self.keys)[None], 2 if keys_first else 1)
+        # The barriers make XLA's CPU compiler do the comparisons once for all heads, and the
+        # select once for maximum and exponential.
+        allowed = lax.optimization_barrier(allowed[:, None])
+        return lax.optimization_barrier(jnp.where(allowed, logits, -jnp.inf))
 
 
 def _cap(options: Options, logits: Array) -> Array:
