@@ -173,13 +173,13 @@ def make_train_step(
 
         nll, grads = accumulate.accumulate(gradient, batch, config.micro_batches)
 
-        # 5. Once a batch: unscale in float32, check, clip. The norm is finite only if every
-        #    gradient is: one reduction serves as check, metric and clip.
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = optax.tree.norm(grads)
+        # 5. Once a batch: check, unscale in float32 and clip. The norm is finite only if every
+        #    gradient is: one reduction serves as check, metric and clip. The scale is a power
+        #    of two, so that it can be divided out of the norm and of the clipping factor.
+        norm = optax.tree.norm(grads) / scale
         finite = jnp.isfinite(norm) & jnp.isfinite(nll)
-        shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * shrink, grads)
+        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12)) / scale
+        grads = jax.tree.map(lambda g: g * factor, grads)
 
         # 6. The optimizer, and a choice: with a non-finite gradient parameters and
         #    optimizer state stay bit for bit what they were.
