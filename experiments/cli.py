@@ -1,22 +1,50 @@
 """How every program reads its options and reports what the user can put right."""
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
 from experiments.errors import UserError
 
 
 def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: str) -> T:
-    """Reads options into the dataclass `kind`; an unknown option exits with 2 and the nearest."""
-    missing = {} if default is None else {"default": default}
-    return tyro.cli(kind, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,), **missing)
+    """Reads options into the dataclass `kind`.
+
+    Raises:
+      UserError: an option is unknown (the message names the nearest) or its value is not legal.
+    """
+    start = tyro.MISSING_NONPROP if default is None else default
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            return tyro.cli(
+                kind, default=start, args=args, prog=prog, config=(tyro.conf.AvoidSubcommands,)
+            )
+    except SystemExit as stop:
+        if stop.code:  # tyro draws a box of several lines: here it becomes one
+            body = (line for line in refusal.getvalue().splitlines() if line[:1] == "│")
+            lines = (line.strip("│─ ") for line in body)
+            raise UserError(" ".join(line for line in lines if line)) from None
+        raise
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs under the user's cache folder, for the next start."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "jaxaccel" / "xla"))
 
 
 def exit_with(program: Callable[[], int | None], prog: str) -> None:
     """Runs `program` and exits with its status; a `UserError` is one line and status 2."""
+    use_compilation_cache()
     try:
         status = program()
     except UserError as error:
@@ -30,5 +58,5 @@ def run(function: Callable[[Any], int | None], kind: type, argv: list[str] | Non
     prog = f"python -m {function.__module__}"
     if function.__module__ == "__main__" and (spec := sys.modules["__main__"].__spec__):
         prog = f"python -m {spec.name}"
-    options = parse(kind, args=sys.argv[1:] if argv is None else argv, prog=prog)
-    exit_with(lambda: function(options), prog)
+    args = sys.argv[1:] if argv is None else argv
+    exit_with(lambda: function(parse(kind, args=args, prog=prog)), prog)

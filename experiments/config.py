@@ -91,5 +91,6 @@ def identity(config: TrainConfig) -> dict[str, Any]:
                 flat[prefix + key] = list(value) if isinstance(value, tuple) else value
 
     tree = dataclasses.asdict(config)
+    del tree["data"]["tokenizer"]  # what counts is its fingerprint, not its path
     walk("", {key: value for key, value in tree.items() if key not in CARRYING_OUT})
     return flat

@@ -125,8 +125,7 @@ def load_corpus(config: DataConfig, tokenizer: "Tokenizer") -> Corpus:
     Raises:
       UserError: a source is missing, empty or unreadable, or an option is wrong.
     """
-    _check(config)
-    fraction = 0.0 if config.validation else config.validation_fraction
+    fraction = _fraction(config)
     parts = [_load_source(s, config.field, fraction, tokenizer) for s in config.source]
     train, held = [part[0] for part in parts], [s for part in parts for s in part[1]]
     for source in config.validation:
@@ -148,8 +147,7 @@ def training_documents(config: DataConfig) -> list[Document]:
     Raises:
       UserError: as `load_corpus`; also where a source holds token ids.
     """
-    _check(config)
-    fraction = 0.0 if config.validation else config.validation_fraction
+    fraction = _fraction(config)
     chosen = []
     for source in config.source:
         paths = sources.resolve(source)
@@ -162,9 +160,10 @@ def training_documents(config: DataConfig) -> list[Document]:
     return chosen
 
 
-def _check(config: DataConfig) -> None:
-    if not config.source:
-        raise UserError("no source: give data.source at least one")
+def _fraction(config: DataConfig) -> float:
+    """How much of each source to hold out, once all options are found legal."""
+    if not all((config.source, *config.source, *config.validation)):
+        raise UserError("no source: give 'stdlib', a file, a folder or a glob")
     if config.weights and len(config.weights) != len(config.source):
         raise UserError(
             f"{len(config.weights)} weights for {len(config.source)} sources: give one each"
@@ -175,6 +174,7 @@ def _check(config: DataConfig) -> None:
         raise UserError(
             f"validation-fraction must lie between 0 and 1, got {config.validation_fraction}"
         )
+    return 0.0 if config.validation else config.validation_fraction
 
 
 def _load_source(
@@ -217,11 +217,13 @@ def _tokenize(documents: list[Document], tokenizer: "Tokenizer") -> TextShard:
             chunks.append(np.concatenate(parts))
             lengths += [len(bos) + len(ids) + len(eos) for ids in encoded]
             pending, size = [], 0
+    # A tokenizer without bos and eos can make nothing of a text; such documents are left out.
+    kept = [document for document, length in zip(documents, lengths) if length]
     return TextShard(
         tokens=np.concatenate(chunks),
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
-        names=[document.name for document in documents],
-        bytes=sum(len(document.text) for document in documents),
+        starts=np.cumsum([0, *(length for length in lengths if length)]),
+        names=[document.name for document in kept],
+        bytes=sum(len(document.text) for document in kept),
     )
 
 
@@ -235,18 +237,19 @@ def _split_tokens(
         raise UserError(f"source {source} holds {total} tokens: too few to hold out validation")
     train, held = [], []
     for file in files:
-        whole = _token_shard(file, 0, len(file.tokens), tokenizer)
-        whole.read(0, len(file.tokens) if len(file.tokens) <= _WHOLE_CHECK else _SAMPLE)
-        cut = min(remaining, len(file.tokens))
-        if 0 < cut < len(file.tokens):
-            # The first document that begins within reach; a document longer than that is cut.
-            _, start, _ = whole.read(cut, min(cut + _WHOLE_CHECK, len(file.tokens)))
+        n = len(file.tokens)
+        whole = _token_shard(file, 0, n, tokenizer)
+        whole.read(0, n if n <= _WHOLE_CHECK else _SAMPLE)  # for ids outside the vocabulary
+        cut = min(remaining, n)
+        remaining -= cut
+        if 0 < cut < n:
+            # The first document that begins within reach; a longer one is cut in two.
+            _, start, _ = whole.read(cut, min(cut + _WHOLE_CHECK, n))
             cut += int(np.argmax(start))
-        train += [_token_shard(file, 0, cut, tokenizer)] if cut else []
-        held += (
-            [_token_shard(file, cut, len(file.tokens), tokenizer)] if cut < len(file.tokens) else []
-        )
-        remaining -= min(remaining, len(file.tokens))
+        if cut:
+            train.append(_token_shard(file, 0, cut, tokenizer))
+        if cut < n:
+            held.append(_token_shard(file, cut, n, tokenizer))
     return _estimate(train, tokenizer), _estimate(held, tokenizer)
 
 
@@ -323,7 +326,7 @@ def train_iterator(
     streams = corpus.train.streams
     firsts = np.cumsum([0] + [stream.rows(sequence) for stream in streams])
     # grain's shuffle adds the epoch to its seed: neighbouring seeds would share epochs.
-    seeds = np.random.SeedSequence(seed).generate_state(len(streams))
+    seeds = np.random.SeedSequence(seed % 2**64).generate_state(len(streams))
     numbers = [
         grain.MapDataset.range(int(lo), int(hi)).shuffle(seed=int(s)).repeat()
         for lo, hi, s in zip(firsts, firsts[1:], seeds)
@@ -335,7 +338,8 @@ def train_iterator(
     def read(rows: np.ndarray) -> Batch:
         return read_batch(streams, firsts[:-1], rows[mine], sequence)
 
-    batches = mixed.batch(batch).map(read)
+    # No remainder, of a dataset without end: grain's other way overflows for a batch of 1.
+    batches = mixed.batch(batch, drop_remainder=True).map(read)
     # One thread reads ahead: grain hands batches out in order, so determinism is kept.
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 

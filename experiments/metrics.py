@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import target
 
@@ -39,7 +40,7 @@ class Peak:
     source: str  # where it comes from, to be printed
 
 
-def peak_flops(device: jax.Device, dtype: jnp.dtype) -> Peak:
+def peak_flops(device: jax.Device, dtype: DTypeLike) -> Peak:
     """Returns the peak matmul rate of one device.
 
     A GPU of `target.GPUS` has its data-sheet rate. Any other device is measured, for about

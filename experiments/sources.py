@@ -71,16 +71,16 @@ def resolve(source: str) -> list[Path]:
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [p for p in root.rglob("*.py") if not _NOT_STDLIB & set(p.relative_to(root).parts)]
+        paths = [p for p in _walk(root, _NOT_STDLIB) if p.suffix == ".py"]
         problem = f"this Python has no source text of its standard library at {root}"
     else:
         root = Path(source).expanduser()
         if root.is_dir():
-            paths = [p for p in root.rglob("*") if not _hidden(p.relative_to(root))]
+            paths = list(_walk(root, {"__pycache__"}))
             problem = f"source folder {source} holds no files"
         elif root.exists():
             paths, problem = [root], f"source {source} is no regular file or folder"
-        elif glob.has_magic(source):
+        elif any(character in source for character in "*?["):
             paths = [Path(p) for p in glob.glob(str(root), recursive=True)]
             problem = f"source {source!r} matches no file"
         else:
@@ -91,8 +91,11 @@ def resolve(source: str) -> list[Path]:
     raise UserError(problem)
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
+    """Files below `root`, but for hidden ones and for folders of such names."""
+    for folder, folders, names in root.walk():
+        folders[:] = [f for f in folders if f not in left_out and not f.startswith(".")]
+        yield from (folder / name for name in names if not name.startswith("."))
 
 
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[Document]:
@@ -201,17 +204,16 @@ def split_documents(
 def _cut(document: Document, tail_bytes: float, source: str) -> tuple[Document, Document]:
     """Cuts off about so many bytes, at most half: at a line end, or else between characters."""
     text = document.text
-    cut = len(text) - min(max(1, round(tail_bytes)), len(text) // 2)
-    if line_end := text.rfind(b"\n", len(text) // 4, cut) + 1:
-        cut = line_end
-    else:
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:
-            cut += 1
-    if not 0 < cut < len(text):
+    if len(text) < 8:
         raise UserError(
             f"source {source} holds {len(text)} bytes of text: too little to hold out validation"
         )
-    line = max(document.line, 1) + text.count(b"\n", 0, cut)
+    cut = len(text) - min(max(1, round(tail_bytes)), len(text) // 2)
+    if line_end := text.rfind(b"\n", len(text) // 4, cut) + 1:
+        cut = line_end
+    else:  # at the character's first byte; where there is none within 4 bytes it is not UTF-8
+        cut = next((at for at in range(cut, cut - 4, -1) if text[at] & 0xC0 != 0x80), cut)
+    line = document.line or 1 + text.count(b"\n", 0, cut)
     return document._replace(text=text[:cut]), Document(text[cut:], document.file, line)
 
 

@@ -95,6 +95,35 @@ class DecoderConfig:
             )
 
 
+def parameter_count(config: DecoderConfig) -> int:
+    """Parameters of a decoder, embedding and head included."""
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model)))
+
+
+def flops_per_token(config: DecoderConfig, sequence: int) -> float:
+    """Model FLOP of one token's forward and backward pass (arXiv:2204.02311, appendix B).
+
+    6 for every parameter of a matmul, the head included and the embedding not, plus
+    attention's two matmuls over the positions a query sees on average: half of the row
+    under a causal mask, less under a window. Recomputation does not count.
+
+    Example:
+      >>> config = DecoderConfig(64, 1, width=8, heads=2, kv_heads=1, head_size=4, mlp_width=16)
+      >>> flops_per_token(config, 10) == 6 * (8 * 16 + 8 * 8 + 3 * 8 * 16 + 64 * 8 + 8 * 10)
+      True
+    """
+    c = config
+    projections = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
+    matmuls = c.layers * (projections + 3 * c.width * c.mlp_width) + c.vocab_size * c.width
+    seen = 0.0
+    for window in c.windows:
+        w = min(window or sequence, sequence)
+        seen += (w * (sequence - w) + w * w / 2) / sequence
+    seen *= c.layers / len(c.windows)
+    return 6.0 * (matmuls + 2 * c.heads * c.head_size * seen)
+
+
 def rope_frequencies(config: DecoderConfig) -> Float[Array, "C_half"]:
     """Angle per position of each pair of channels, float32 (arXiv:2104.09864, 3.2.2)."""
     half = config.head_size // 2

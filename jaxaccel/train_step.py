@@ -6,7 +6,7 @@ layers, which dtypes, which sharding. No technique knows another; all of them me
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -71,6 +71,7 @@ class TrainStep(NamedTuple):
     evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_sharding: NamedSharding
+    place: Callable[[Mapping[str, Any]], Batch]  # host arrays (this process' rows) to devices
 
 
 def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
@@ -223,4 +224,7 @@ def make_train_step(
         evaluate=jax.jit(loss_sums, in_shardings=(params_sharding, rows), out_shardings=whole),
         abstract_state=jax.tree.map(place, shapes, state_sharding),
         batch_sharding=rows,
+        place=lambda batch: {
+            key: jax.make_array_from_process_local_data(rows, batch[key]) for key in BATCH_KEYS
+        },
     )

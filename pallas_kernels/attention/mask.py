@@ -100,24 +100,38 @@ def split(mask: Mask, batch: int, queries: int, keys: int) -> tuple[Band, MaskAr
     return Band(left, right, None), MaskArrays(q_segments, k_segments, offset)
 
 
-def key_range(band: Band, offsets: tuple, first: Any, last: Any, keys: int) -> tuple:
-    """The keys `start:stop` that queries first..last may see, by the band alone.
+def key_range(band: Band, offset: tuple, first: Any, count: int, keys: int) -> tuple:
+    """The keys `start:stop` that some of `count` queries from `first` may see, by the band.
 
     Args:
       band: the static mask.
-      offsets: the least and the greatest offset; ints or int32 scalars.
-      first, last: query indices; ints or int32 scalars.
+      offset: the least and the greatest offset; ints or int32 scalars.
+      first: index of the first query; int or int32 scalar.
+      count: number of queries.
       keys: S.
 
     Returns:
       `start`, `stop`; ints if all arguments are. `stop <= start` if nothing is seen.
+
+    Example:
+      >>> key_range(Band(left=None, right=0, offset=0), (0, 0), 64, 64, 256)
+      (0, 128)
     """
-    low, high = offsets
+    low, high = offset
     start = 0 if band.left is None else first + low - band.left
-    stop = keys if band.right is None else last + high + band.right + 1
+    stop = keys if band.right is None else first + count - 1 + high + band.right + 1
     if isinstance(start, int) and isinstance(stop, int):
         return max(start, 0), min(stop, keys)
     return jnp.maximum(start, 0), jnp.minimum(stop, keys)
+
+
+def query_range(band: Band, offset: tuple, first: Any, count: int, queries: int) -> tuple:
+    """The queries `start:stop` that may see some of `count` keys from `first`.
+
+    Seen from the keys, the band is mirrored: `-right <= query - (key - offset) <= left`.
+    """
+    mirrored = Band(left=band.right, right=band.left, offset=None)
+    return key_range(mirrored, (-offset[1], -offset[0]), first, count, queries)
 
 
 def band_covers(band: Band, rows: range, columns: range) -> bool:
@@ -132,25 +146,35 @@ def band_covers(band: Band, rows: range, columns: range) -> bool:
 
 
 def visible(
-    band: Band, arrays: MaskArrays, rows_T: Int[Array, "T"], columns_S: Int[Array, "S"]
-) -> Bool[Array, "#B T S"]:
+    band: Band,
+    arrays: MaskArrays,
+    rows_T: Int[Array, "T"],
+    columns_S: Int[Array, "S"],
+    *,
+    keys_first: bool = False,
+) -> Bool[Array, "_ _ _"]:
     """The rule itself, on a tile.
 
     Args:
       band, arrays: the mask; its segments are those of the tile.
       rows_T: query indices of the tile.
       columns_S: key indices of the tile.
+      keys_first: return the tile transposed.
 
     Returns:
-      Whether the query attends to the key, with a leading dim of 1 or B.
+      Whether the query attends to the key: `[1 or B, T, S]`, or `[1 or B, S, T]`.
     """
-    allowed = jnp.ones((1, len(rows_T), len(columns_S)), bool)
-    offset = jnp.array([band.offset]) if arrays.offset is None else arrays.offset
-    distance = columns_S[None, None, :] - rows_T[None, :, None] - offset[:, None, None]
+    q_dim, k_dim = (1, 2) if keys_first else (2, 1)
+    rows = jnp.expand_dims(rows_T[None], q_dim)
+    columns = jnp.expand_dims(columns_S[None], k_dim)
+    offset = arrays.offset[:, None, None] if band.offset is None else band.offset
+    distance = columns - rows - offset
+    allowed = jnp.ones(distance.shape, bool)
     if band.left is not None:
         allowed &= distance >= -band.left
     if band.right is not None:
         allowed &= distance <= band.right
     if arrays.q_segments is not None:
-        allowed &= arrays.q_segments[:, :, None] == arrays.k_segments[:, None, :]
+        q_segments = jnp.expand_dims(arrays.q_segments, q_dim)
+        allowed &= q_segments == jnp.expand_dims(arrays.k_segments, k_dim)
     return allowed

@@ -1,0 +1,1 @@
+"""Timings of this project against what it replaces; each module is a program."""

@@ -1,0 +1,294 @@
+"""Trains a language model: `python -m experiments.train [CONFIG] [options]`.
+
+CONFIG is a preset (tiny by default); any option overrides it. Running the same command
+again resumes. `--help` lists the options, `--dry-run` shows what would be trained.
+"""
+
+import dataclasses
+import math
+import pprint
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
+from experiments import tokenizer as tokenizers
+from experiments.config import TrainConfig
+from experiments.errors import UserError
+from experiments.eval import mean_loss
+from experiments.runlog import RunLog, plot_losses
+from experiments.watch import Clock, Profile, StopRequest
+from jaxaccel import optim, precision, sharding
+from jaxaccel.nn import flops_per_token, parameter_count
+from jaxaccel.train_step import StepConfig, StepMetrics, TrainStep, make_train_step
+
+
+class RunStopped(Exception):
+    """The run cannot go on; what it has saved is intact."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the command line, trains, and exits: 0 done, 2 bad input, 1 stopped."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = args.pop(0) if args and not args[0].startswith("-") else "tiny"
+    prog = "python -m experiments.train"
+
+    def program() -> int:
+        preset = configs.load(name)
+        config = cli.parse(TrainConfig, default=preset, args=args, prog=f"{prog} [CONFIG]")
+        try:
+            return train(name, config)
+        except (RunStopped, checkpoint.SaveError) as error:
+            print(f"{prog}: {error}", file=sys.stderr)
+            return 1
+
+    cli.exit_with(program, prog)
+
+
+def train(name: str, config: TrainConfig) -> int:
+    """One run from its options to its summary; returns the exit status."""
+    started = time.monotonic()
+
+    # ---- Devices, precision, mesh -------------------------------------------------------
+    devices = jax.devices()
+    if config.precision == "auto":
+        chosen = "float32" if devices[0].platform == "cpu" else "bfloat16"
+        config = dataclasses.replace(config, precision=chosen)
+    folder = Path(config.run_dir or f"runs/{name}")
+    config = dataclasses.replace(config, run_dir=str(folder))
+    sizes = user_error(sharding.parse_mesh, config.mesh, len(devices))
+    check_options(config, sizes)
+    if config.dry_run:
+        tree = dataclasses.asdict(config)
+        print(pprint.pformat(tree, sort_dicts=False, width=100, compact=True))
+        print(describe(config, sizes))
+        return 0
+
+    # ---- Tokenizer and text -------------------------------------------------------------
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary "
+            f"{config.model.vocab_size}: pass --model.vocab-size {tokenizer.vocab_size} or more"
+        )
+    resuming = (folder / "config.json").exists()
+    if resuming:
+        run.check_same(folder, config, tokenizer)
+    corpus = data.load_corpus(config.data, tokenizer)
+    shape = {"batch": config.batch, "sequence": config.sequence}
+    batches = data.train_iterator(corpus, **shape, seed=config.seed)
+
+    # ---- The step -----------------------------------------------------------------------
+    mesh = sharding.make_mesh(sizes, devices)
+    optimizer = optim.adamw(config.optimizer, config.steps)
+    rate = optim.schedule(config.optimizer, config.steps)
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(StepConfig)}
+    step: TrainStep = user_error(
+        make_train_step, config.model, optimizer, StepConfig(**options), mesh
+    )
+
+    # ---- Resume or begin ----------------------------------------------------------------
+    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
+    restored = None if config.resume == "never" else checkpoints.restore(step.abstract_state)
+    if config.resume == "never" and checkpoints.latest is not None:
+        raise UserError(f"{folder} has checkpoints and --resume is never: choose another --run-dir")
+    if config.resume == "must" and restored is None:
+        raise UserError(f"{folder} has no whole checkpoint and --resume is must")
+    if restored is None:
+        state, first = step.init(jax.random.key(config.seed)), 0
+    else:
+        state, first = restored.state, restored.step
+        batches.set_state(restored.data_state)
+    if first >= config.steps:
+        print(
+            f"{folder} is already at step {first} of {config.steps}: raise --steps to go on, "
+            "or choose another --run-dir for a new run"
+        )
+        return 0
+
+    # ---- Train --------------------------------------------------------------------------
+    peak = metrics.peak_flops(devices[0], precision.COMPUTE_DTYPES[config.precision])
+    flops = flops_per_token(config.model, config.sequence)
+    profile = Profile(config.profile, folder / "profile")
+    stop = StopRequest(config.time_limit)
+    log = RunLog(
+        folder,
+        total_steps=config.steps,
+        resume_step=first,
+        tensorboard=config.tensorboard,
+        wandb_project=config.wandb_project,
+    )
+    run.write_config(folder, config, tokenizer)
+    manifest.write_json(folder / "env.json", metrics.environment())
+    with checkpoints, stop, log:
+        log.message(describe(config, sizes))
+        log.message(describe_corpus(corpus, tokenizer))
+        log.message(f"{metrics.MFU_CONVENTION}; peak {peak.flops:.3g} FLOP/s: {peak.source}")
+        if first:
+            log.message(f"resumed at step {first}")
+        clock, final_loss = Clock(), math.nan
+
+        def settle(done: int, figures: StepMetrics, documents, val_loss: float | None = None):
+            """Logs a finished step, and stops a run whose gradients stay non-finite."""
+            if int(figures.skipped_in_row) >= config.max_skipped:
+                raise RunStopped(
+                    f"{config.max_skipped} steps in a row had non-finite gradients, the last is "
+                    f"step {done}; its documents: {some(corpus.describe(documents))}; "
+                    f"last good checkpoint: {last_checkpoint(checkpoints)}"
+                )
+            if done % config.log_every and val_loss is None and done != config.steps:
+                return
+            steps_per_second = clock.rate(done)
+            speed = steps_per_second and steps_per_second * config.batch * config.sequence
+            log.log(
+                {
+                    "step": done,
+                    "loss": float(figures.loss),
+                    "val_loss": val_loss,
+                    "grad_norm": float(figures.grad_norm),
+                    "learning_rate": float(jnp.asarray(rate(done - 1 - int(figures.skipped)))),
+                    "tokens_per_second": speed,
+                    "mfu": speed and speed * flops / (peak.flops * len(devices)),
+                    "peak_memory_gib": metrics.peak_memory_gib(devices[0]),
+                    "skipped_steps": int(figures.skipped),
+                    "loss_scale": float(figures.loss_scale),
+                }
+            )
+
+        # A step's figures are read after the next one is under way: the device never waits.
+        pending = None
+        done = first
+        while done < config.steps:
+            profile.before(done + 1)
+            batch = next(batches)
+            state, figures = step.step(state, step.place(batch))
+            done += 1
+            if pending:
+                settle(*pending)
+            pending = done, figures, batch["documents"]
+            if profile.after(done, figures):
+                log.message(f"profile of steps {config.profile} in {folder / 'profile'}")
+            if done == first + 1:
+                jax.block_until_ready(figures)
+                log.message(f"first step, compilation included: {clock.start(done):.1f} s")
+
+            reason = stop.reason
+            evaluating = done % config.eval_every == 0 or done == config.steps
+            # Not amid non-finite gradients: such a checkpoint would push out a good one.
+            due = done % config.save_every == 0 and not int(figures.skipped_in_row)
+            saving = due or done == config.steps or reason
+            if evaluating or saving:
+                jax.block_until_ready(figures)
+                with clock.paused():
+                    val_loss = None
+                    if evaluating:
+                        held_out = data.validation_batches(
+                            corpus, **shape, limit=config.eval_batches
+                        )
+                        final_loss = val_loss = mean_loss(step, state.params, held_out)[0]
+                settle(*pending, val_loss)
+                pending = None
+                if saving:
+                    with clock.paused():
+                        checkpoints.save(done, state, batches.get_state())
+            if reason:
+                log.message(f"{reason}: saving at step {done}; the same command goes on from there")
+                break
+        profile.close()
+        checkpoints.wait()
+    plot_losses(folder)
+    if done < config.steps:
+        return 0
+
+    # ---- Summary ------------------------------------------------------------------------
+    decoder = run.load_run(folder).decoder(dtype=precision.COMPUTE_DTYPES[config.precision])
+    room = config.sequence - len(generate.prompt_ids(tokenizer, config.sample_prompt))
+    sample = generate.complete(
+        decoder,
+        tokenizer,
+        config.sample_prompt,
+        max_new_tokens=max(0, min(256, room)),
+        temperature=0.8,
+        seed=config.seed,
+    )
+    (folder / "sample.txt").write_text(sample, encoding="utf-8")
+    print(f"\nA sample, continuing {config.sample_prompt!r}:\n\n{sample}\n")
+    seconds, per_byte = time.monotonic() - started, final_loss / corpus.bytes_per_token
+    print(
+        f"Trained {parameter_count(config.model):,} parameters for {done - first} steps "
+        f"({(done - first) * config.batch * config.sequence:,} tokens) in {seconds:.0f} s.\n"
+        f"Validation loss {final_loss:.4f} nats per token, {per_byte:.4f} nats "
+        f"({per_byte / math.log(2):.4f} bits) per byte.\n"
+        f"All of it is in {folder}: metrics.jsonl, loss.png, sample.txt, config.json, env.json, "
+        f"checkpoints/{checkpoints.path(done).name}.\n"
+        f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
+    )
+    return 0
+
+
+def user_error(function: Callable, *args: Any) -> Any:
+    """Calls a library function whose `ValueError` is about an option of the user's."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
+    """Refuses numbers that cannot work, saying which could."""
+    for field in ("steps", "sequence", "log_every", "eval_every", "save_every", "eval_batches",
+                  "micro_batches", "keep", "max_skipped"):  # fmt: skip
+        if getattr(config, field) < 1:
+            name = field.replace("_", "-")
+            raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
+    shards = sizes["data"] * sizes["fsdp"]
+    unit = shards * config.micro_batches
+    below = config.batch // unit
+    if config.batch < 1 or config.batch % unit:
+        raise UserError(
+            f"--batch {config.batch} does not divide by {shards} devices x {config.micro_batches} "
+            f"micro-batches; legal are multiples of {unit}, say "
+            f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
+        )
+
+
+def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
+    """What the options come to."""
+    count = parameter_count(config.model)
+    flops = flops_per_token(config.model, config.sequence)
+    tokens = config.batch * config.sequence
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return (
+        f"{count:,} parameters; {tokens:,} tokens a step; {flops:.4g} FLOP a token; "
+        f"{config.precision}; mesh {mesh}"
+    )
+
+
+def describe_corpus(corpus: data.Corpus, tokenizer: tokenizers.Tokenizer) -> str:
+    """How much text there is."""
+    train, held_out = corpus.train, corpus.validation
+    return (
+        f"text: {train.tokens:,} tokens of {train.documents:,} documents to train on, "
+        f"{held_out.tokens:,} of {held_out.documents:,} held out; tokenizer {tokenizer.name}"
+    )
+
+
+def last_checkpoint(checkpoints: checkpoint.Checkpoints) -> str:
+    """Where the newest checkpoint lies, in words."""
+    latest = checkpoints.latest
+    return "none" if latest is None else str(checkpoints.path(latest))
+
+
+def some(names: list[str], most: int = 8) -> str:
+    """The first of `names`, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+if __name__ == "__main__":
+    main()
