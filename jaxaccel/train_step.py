@@ -75,12 +75,32 @@ class TrainStep(NamedTuple):
 
 
 def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
-    """A decoder whose parameters are shapes only; nothing is allocated."""
+    """A decoder whose parameters are shapes only; nothing is allocated.
+
+    Args:
+      config: shape of the decoder.
+      arguments: as `Decoder` takes them, but for `rngs`.
+
+    Returns:
+      A `Decoder` of `jax.ShapeDtypeStruct`s.
+    """
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **arguments))
 
 
 def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
-    """A sharding for each parameter, from its logical axes; a nested dict."""
+    """A sharding for each parameter, from its logical axes.
+
+    Args:
+      model: a decoder, abstract or not.
+      mesh: from `sharding.make_mesh`.
+
+    Returns:
+      A nested dict, shaped like the parameters.
+
+    Raises:
+      ValueError: a dimension does not divide by the mesh axis it is cut over; names the
+        parameter and the legal sizes.
+    """
 
     def place(path, parameter):
         try:
