@@ -53,7 +53,7 @@ INPUT_STEPS = 20
 OPTIMIZER = optim.OptimizerConfig(schedule="constant", warmup_steps=0)
 CLIP_NORM = 1.0
 TURN_SECONDS = 0.3  # a turn is a few steps in a row, at least so long
-PAUSE_SECONDS = 0.05  # before a turn, for the other side's threads to stop spinning
+PAUSE_SECONDS = 0.3
 
 Step = Callable[[], float]  # takes one training step, returns its loss
 
