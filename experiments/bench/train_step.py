@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from jaxtyping import PyTree
 
-from experiments import data, tokenizer
+from experiments import allocator, data, tokenizer
 from experiments.bench import plain_jax
 from experiments.bench.plain_jax import Shape
 from jaxaccel import optim, sharding
@@ -294,6 +294,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main(options: Options) -> None:
     """Measures the shapes asked for and prints the results."""
+    allocator.keep_freed_memory()  # for every side: they share the process
     results = []
     for name in options.shapes:
         results.append(measure(name, options.rounds))
