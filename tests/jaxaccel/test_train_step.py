@@ -31,6 +31,8 @@ MODEL = DecoderConfig(
 )  # fmt: skip
 OPTIMIZER = optim.OptimizerConfig(1e-2, warmup_steps=3, weight_decay=0.1)
 CLIP = 0.5
+# Float32 rounding after a few steps of Adam, as a share of a leaf's largest value.
+ACCUMULATED = 5e-5
 
 
 def make_batch(seed, rows=8, length=12):
@@ -262,11 +264,8 @@ def test_nothing_to_predict_leaves_all_but_decayed_weights():
 def test_micro_batches_of_unlike_token_counts_equal_the_large_batch(micro_batches):
     losses, state = run(make(micro_batches=micro_batches), 3)
     want_losses, want = run(make(), 3)
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    np.testing.assert_allclose(losses, want_losses, rtol=2e-6)
     assert largest_difference(state.params, want.params) < ACCUMULATED
-
-
-ACCUMULATED = 2e-4  # of a leaf's largest value: Adam divides small gradients by themselves
 
 
 def test_a_mean_of_means_would_be_noticed(plain):
@@ -383,7 +382,7 @@ def test_a_mesh_of_eight_devices_gives_the_losses_of_one(mesh):
     maker = make(mesh, 8, micro_batches=2)
     losses, state = run(maker, 4, rows=16)
     want, one = run(make(), 4, rows=16)
-    np.testing.assert_allclose(losses, want, rtol=2e-5)
+    np.testing.assert_allclose(losses, want, rtol=2e-6)
     assert largest_difference(state.params, one.params) < ACCUMULATED
     for x, a in zip(jax.tree.leaves(state), jax.tree.leaves(maker.abstract_state)):
         assert x.sharding.is_equivalent_to(a.sharding, x.ndim)
