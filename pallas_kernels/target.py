@@ -22,7 +22,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ class Target:
             here = SingleDeviceSharding(devices[0])
             abstract_args = jax.tree.map(lambda x: _place(x, here), abstract_args)
         lowered = step.trace(*abstract_args).lower(lowering_platforms=("cuda",))
-        compiled = lowered.compile(compiler_options=options)
+        with _kept_out_of_cache():
+            compiled = lowered.compile(compiler_options=options)
         used = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
         if strangers := set().union(*(sharding.device_set for sharding in used)) - set(devices):
             raise ValueError(
@@ -252,7 +253,7 @@ def _devices(target: Target) -> tuple[jax.Device, ...]:
 
 
 @contextlib.contextmanager
-def _check_skipped() -> Iterator[None]:
+def _check_skipped() -> Generator[None]:
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:
@@ -262,3 +263,15 @@ def _check_skipped() -> Iterator[None]:
             del os.environ[_SKIP_CHECK]
         else:
             os.environ[_SKIP_CHECK] = before
+
+
+@contextlib.contextmanager
+def _kept_out_of_cache() -> Generator[None]:
+    """JAX's persistent cache would keep the program, then fail to load it for want of a GPU."""
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, option)
+    jax.config.update(option, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
