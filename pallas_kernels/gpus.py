@@ -9,8 +9,9 @@ Sources, in each case for the SXM board:
   cores, clock, L2       NVIDIA's whitepapers of the three architectures (clock: boost).
   limits of a core       CUDA C++ Programming Guide, technical specifications by compute
                          capability, and its table of arithmetic throughput.
-  visible_bytes, l2_bytes of the B200, vector_16bit of the B200
-                         openxla/xla, xla/backends/gpu/target_config/specs: not in a sheet.
+  visible_*              openxla/xla, xla/backends/gpu/target_config/specs, read from real
+                         boards, as are l2_bytes and vector_16bit of the B200. The H200's
+                         memory there is the board's whole 141 GiB; programs on one see 139.8.
   network_bandwidth      an assumption: the one adapter per GPU of NVIDIA's DGX systems.
 """
 
@@ -26,6 +27,7 @@ class Gpu:
     memory_bytes: int
     visible_bytes: int  # of these, what CUDA reports as the total: a plan must fit here
     memory_bandwidth: float  # bytes/s
+    visible_bandwidth: float  # bytes/s by the clock and bus width that CUDA reports
     bf16_flops: float  # FLOP/s of bfloat16 and float16 matmuls
     tf32_flops: float  # FLOP/s of float32 matmuls at JAX's default precision, which is TF32
     fp8_flops: float | None  # FLOP/s; None: no FP8 tensor cores
@@ -50,6 +52,7 @@ _GPUS = (
         memory_bytes=80 * 2**30,
         visible_bytes=85_100_068_864,
         memory_bandwidth=2.039e12,
+        visible_bandwidth=2.03904e12,
         bf16_flops=312e12,
         tf32_flops=156e12,
         fp8_flops=None,
@@ -72,6 +75,7 @@ _GPUS = (
         memory_bytes=80 * 2**30,
         visible_bytes=84_942_979_072,
         memory_bandwidth=3.35e12,
+        visible_bandwidth=3.35232e12,
         bf16_flops=989e12,
         tf32_flops=494.5e12,
         fp8_flops=1979e12,
@@ -92,8 +96,9 @@ _GPUS = (
         name="h200",
         device_kinds=("NVIDIA H200",),
         memory_bytes=141 * 2**30,
-        visible_bytes=151_397_597_184,
+        visible_bytes=1398 * 2**30 // 10,
         memory_bandwidth=4.8e12,
+        visible_bandwidth=4.8e12,
         bf16_flops=989e12,
         tf32_flops=494.5e12,
         fp8_flops=1979e12,
@@ -116,6 +121,7 @@ _GPUS = (
         memory_bytes=180 * 2**30,
         visible_bytes=191_514_411_008,
         memory_bandwidth=8.0e12,
+        visible_bandwidth=7.67232e12,
         bf16_flops=2250e12,
         tf32_flops=1100e12,
         fp8_flops=4500e12,
@@ -195,7 +201,7 @@ gpu_device_info {{
   clock_rate_ghz: {gpu.clock_ghz}
   fpus_per_core: {gpu.vector_32bit}
   device_memory_size: {gpu.visible_bytes}
-  memory_bandwidth: {gpu.memory_bandwidth:.0f}
+  memory_bandwidth: {gpu.visible_bandwidth:.0f}
   l2_cache_size: {gpu.l2_bytes}
   pcie_bandwidth: {gpu.pcie_bandwidth:.0f}
   device_interconnect_info {{ active_links: {gpu.nvlinks} }}

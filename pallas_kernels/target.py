@@ -189,9 +189,8 @@ def _nvidia_device() -> bool:
 
 
 def _place(x: Any, sharding: jax.sharding.Sharding) -> Any:
-    if getattr(x, "sharding", None) is not None:
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    free = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None
+    return x.update(sharding=sharding) if free else x
 
 
 def _cuda_root() -> Path:

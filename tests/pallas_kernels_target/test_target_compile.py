@@ -67,6 +67,26 @@ def test_our_description_and_xlas_own_compile_to_the_same_program(name):
     assert str(ours.memory_analysis()) == str(theirs.memory_analysis())
 
 
+def fields(description):
+    """Field names and values of a description in protobuf's text format, without rates."""
+    flat = re.sub(r"\n  \w+_unit_description \{.*?\n  \}", "", description, flags=re.DOTALL)
+    return dict(re.findall(r"(\w+): (\"[^\"]*\"|\S+)", flat))
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200"])
+def test_our_description_has_the_figures_of_xlas_own(name):
+    """A small program does not depend on each of them; a large one may."""
+    ours = fields(target.describe(target.GPUS[name]))
+    theirs = fields((ASSETS / f"{name}.txtpb").read_text())
+    both = set(ours) & set(theirs)
+    assert len(both) > 25
+    differ = {field for field in both if ours[field] != theirs[field]}
+    # Versions of libraries, the link to the host, and what gpus.py says of the H200.
+    versions = {"runtime_version", "compile_time_toolkit_version", "driver_version", "dnn_version"}
+    h200 = {"name", "device_description_str", "device_memory_size"} if name == "h200" else set()
+    assert differ <= versions | h200 | {"pcie_bandwidth"}
+
+
 def test_mesh_has_the_targets_devices_in_order():
     here = target.parse("h100x2x8")
     mesh = here.mesh({"data": 2, "fsdp": 4, "tensor": 2})
