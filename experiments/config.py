@@ -8,6 +8,7 @@ from jaxaccel.nn import DecoderConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.remat import Policy
+from jaxaccel.train_step import StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,11 @@ CARRYING_OUT = frozenset(
     "run_dir steps micro_batches remat mesh log_every eval_every save_every eval_batches keep "
     "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
 )
+
+
+def step_config(config: TrainConfig) -> StepConfig:
+    """The part of a run's options that the training step takes; precision resolved."""
+    return StepConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(StepConfig)})
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:

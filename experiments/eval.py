@@ -11,17 +11,18 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
 from jaxtyping import Array, PyTree
 
 from experiments import cli, data
-from experiments.errors import UserError
+from experiments.config import step_config
+from experiments.errors import UserError, user_errors
 from experiments.run import Run, load_run
 from jaxaccel import sharding
-from jaxaccel.train_step import StepConfig, TrainStep, make_train_step
+from jaxaccel.train_step import TrainStep, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,10 @@ def evaluate(run: Run, corpus: data.Corpus, mesh_axes: str = "") -> Evaluation:
         or the split has nothing to predict.
     """
     config = run.config
-    try:
+    with user_errors():
         sizes = sharding.parse_mesh(mesh_axes, jax.device_count())
         mesh = sharding.make_mesh(sizes)
-        options = StepConfig(precision=cast(Any, config.precision))  # no longer "auto"
-        step = make_train_step(config.model, optax.identity(), options, mesh)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        step = make_train_step(config.model, optax.identity(), step_config(config), mesh)
     # Rows of padding weigh nothing: round up to what the devices can share.
     shards = sizes["data"] * sizes["fsdp"]
     batch = -(-config.batch // shards) * shards

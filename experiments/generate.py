@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import cli
-from experiments.errors import UserError
+from experiments.errors import UserError, user_errors
 from experiments.run import load_run
 from experiments.tokenizer import Tokenizer
 from jaxaccel import decode, precision
@@ -74,10 +74,8 @@ def stream_text(
       UserError: an option is out of its range; at the call.
     """
     stop = () if tokenizer.eos is None else (tokenizer.eos,)
-    try:
+    with user_errors():
         tokens = decode.generate(decoder, ids, stop=stop, **options)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
     def pieces() -> Iterator[str]:
         text = tokenizer.stream()

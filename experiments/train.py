@@ -9,9 +9,7 @@ import math
 import pprint
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +17,14 @@ import jax.numpy as jnp
 from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
-from experiments.config import TrainConfig
-from experiments.errors import UserError
+from experiments.config import TrainConfig, step_config
+from experiments.errors import UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
 from jaxaccel import optim, precision, sharding
 from jaxaccel.nn import flops_per_token, parameter_count
-from jaxaccel.train_step import StepConfig, StepMetrics, TrainStep, make_train_step
+from jaxaccel.train_step import StepMetrics, make_train_step
 
 
 class RunStopped(Exception):
@@ -63,7 +61,8 @@ def train(name: str, config: TrainConfig) -> int:
         config = dataclasses.replace(config, precision=chosen)
     folder = Path(config.run_dir or f"runs/{name}")
     config = dataclasses.replace(config, run_dir=str(folder))
-    sizes = user_error(sharding.parse_mesh, config.mesh, len(devices))
+    with user_errors():
+        sizes = sharding.parse_mesh(config.mesh, len(devices))
     check_options(config, sizes)
     if config.dry_run:
         tree = dataclasses.asdict(config)
@@ -89,10 +88,8 @@ def train(name: str, config: TrainConfig) -> int:
     mesh = sharding.make_mesh(sizes, devices)
     optimizer = optim.adamw(config.optimizer, config.steps)
     rate = optim.schedule(config.optimizer, config.steps)
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(StepConfig)}
-    step: TrainStep = user_error(
-        make_train_step, config.model, optimizer, StepConfig(**options), mesh
-    )
+    with user_errors():
+        step = make_train_step(config.model, optimizer, step_config(config), mesh)
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
@@ -231,14 +228,6 @@ def train(name: str, config: TrainConfig) -> int:
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
     )
     return 0
-
-
-def user_error(function: Callable, *args: Any) -> Any:
-    """Calls a library function whose `ValueError` is about an option of the user's."""
-    try:
-        return function(*args)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:

@@ -108,6 +108,15 @@ def _chunk_terms(hidden, head, labels):
     return logits, z, jnp.where(counted, z - target, 0.0), counted
 
 
+def _lift(dtype) -> float:
+    """Factor on the logits' gradient while it is in `dtype`.
+
+    float16 reaches down to 6e-8 only and loss scaling comes later (it multiplies the scalar
+    cotangent). The gradient lies in [-1, 1], or a little beyond under a z-loss.
+    """
+    return 1024.0 if dtype == jnp.float16 else 1.0
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _sums(hidden, head, labels, z_loss, chunk):
     cast = head.astype(hidden.dtype)
@@ -123,9 +132,7 @@ def _sums(hidden, head, labels, z_loss, chunk):
 
 def _sums_forward(hidden, head, labels, z_loss, chunk):
     cast = head.astype(hidden.dtype)
-    # float16 reaches down to 6e-8 only and loss scaling comes later (it multiplies the
-    # scalar cotangent): lift the logits' gradient, which lies in [-1, 1], before the cast.
-    lift = 4096.0 if hidden.dtype == jnp.float16 else 1.0
+    lift = _lift(hidden.dtype)
 
     def step(carry, xs):
         objective, nll_sum, d_head = carry
@@ -155,8 +162,7 @@ def _sums_forward(hidden, head, labels, z_loss, chunk):
 
 def _sums_backward(z_loss, chunk, saved, cotangents):
     d_hidden, d_head, hidden_like, head_like = saved
-    lift = 4096.0 if hidden_like.dtype == jnp.float16 else 1.0
-    g = cotangents[0] / lift
+    g = cotangents[0] / _lift(hidden_like.dtype)
     d_hidden = (d_hidden.astype(jnp.float32) * g).astype(hidden_like.dtype)
     return d_hidden, (d_head * g).astype(head_like.dtype), None
 

@@ -20,7 +20,7 @@ class OptimizerConfig:
     final_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak."""
     decay_fraction: float = 0.2
-    """wsd: the share of the steps, at the end, over which it decays."""
+    """wsd: the share of the steps after the warm-up, at the end, over which it decays."""
     b1: float = 0.9
     b2: float = 0.95
     epsilon: float = 1e-8
@@ -33,7 +33,8 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     Args:
       config: peak, warm-up and shape.
-      steps: length of the run; the last step ends at `final_fraction` of the peak.
+      steps: length of the run; the last step ends at `final_fraction` of the peak,
+        unless the warm-up is as long as the run.
 
     Returns:
       An `optax.Schedule`. Warm-up is linear from `peak / warmup_steps`.

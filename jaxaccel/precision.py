@@ -40,6 +40,13 @@ class LossScaleConfig:
     floor: float = 1.0
     ceiling: float = 2.0**24
 
+    def __post_init__(self):
+        if self.growth_interval < 1 or not 0 < self.floor <= self.initial <= self.ceiling:
+            raise ValueError(
+                f"loss scale of {self}: legal is 0 < floor <= initial <= ceiling and a "
+                "growth_interval of at least 1"
+            )
+
 
 def init_loss_scale(dtype: str, config: LossScaleConfig | None = None) -> LossScale:
     """Starting state: `config.initial` for float16, 1 for a dtype that needs no scaling.

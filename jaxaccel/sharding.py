@@ -140,6 +140,11 @@ def sharding(
     Raises:
       ValueError: a dimension does not divide by the mesh axes it is cut over.
     """
+    if absent := [axis for axis in AXES if axis not in mesh.shape]:
+        raise ValueError(
+            f"the mesh has axes {', '.join(mesh.shape)} and lacks {', '.join(absent)}: make it "
+            "with make_mesh(parse_mesh(...))"
+        )
     partition = spec(axes, rules)
     for axis, size, places in zip(axes, shape, partition, strict=True):
         places = (places,) if isinstance(places, str) else places or ()

@@ -36,6 +36,10 @@ class StepConfig:
     z_loss: float = 0.0
     loss_scale: LossScaleConfig = LossScaleConfig()
 
+    def __post_init__(self):
+        if not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
+
 
 @jax.tree_util.register_dataclass
 @no_type_check  # JAX rebuilds it around shapes and shardings too
@@ -177,6 +181,13 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = {key: batch[key] for key in BATCH_KEYS}
+        unit = mesh.shape["data"] * mesh.shape["fsdp"] * config.micro_batches
+        if batch["tokens"].shape[0] % unit:
+            raise ValueError(
+                f"a batch of {batch['tokens'].shape[0]} rows does not divide by "
+                f"{unit // config.micro_batches} devices x {config.micro_batches} micro-batches; "
+                f"legal are multiples of {unit}"
+            )
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, dtype=jnp.int32)
         count = jnp.maximum(tokens, 1).astype(jnp.float32)
         scale = state.loss_scale.scale
