@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
 from experiments.errors import UserError
@@ -32,8 +35,16 @@ def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: 
         raise
 
 
+def use_compilation_cache() -> None:
+    """Keeps compiled programs under the user's cache folder, for the next start."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "jaxaccel" / "xla"))
+
+
 def exit_with(program: Callable[[], int | None], prog: str) -> None:
     """Runs `program` and exits with its status; a `UserError` is one line and status 2."""
+    use_compilation_cache()
     try:
         status = program()
     except UserError as error:

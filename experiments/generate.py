@@ -6,6 +6,7 @@ prints the prompt and what the newest checkpoint makes of it, as it is made.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -120,10 +121,14 @@ def main(config: GenerateConfig) -> None:
         top_p=config.top_p,
         seed=config.seed,
     )
-    _show(config.prompt)
-    for piece in pieces:
-        _show(piece)
-    _show("\n")
+    try:
+        _show(config.prompt)
+        for piece in pieces:
+            _show(piece)
+        _show("\n")
+    except BrokenPipeError:
+        # The reader has enough, say `head`; nor must anything be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show(text: str) -> None:

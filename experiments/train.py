@@ -6,7 +6,6 @@ again resumes. `--help` lists the options, `--dry-run` shows what would be train
 
 import dataclasses
 import math
-import os
 import pprint
 import sys
 import time
@@ -56,7 +55,6 @@ def train(name: str, config: TrainConfig) -> int:
     started = time.monotonic()
 
     # ---- Devices, precision, mesh -------------------------------------------------------
-    use_compilation_cache()
     devices = jax.devices()
     if config.precision == "auto":
         chosen = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -208,9 +206,15 @@ def train(name: str, config: TrainConfig) -> int:
         return 0
 
     # ---- Summary ------------------------------------------------------------------------
-    run_ = run.load_run(folder)
+    decoder = run.load_run(folder).decoder(dtype=precision.COMPUTE_DTYPES[config.precision])
+    room = config.sequence - len(generate.prompt_ids(tokenizer, config.sample_prompt))
     sample = generate.complete(
-        run_.decoder(), tokenizer, config.sample_prompt, max_new_tokens=256, seed=config.seed
+        decoder,
+        tokenizer,
+        config.sample_prompt,
+        max_new_tokens=max(0, min(256, room)),
+        temperature=0.8,
+        seed=config.seed,
     )
     (folder / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\nA sample, continuing {config.sample_prompt!r}:\n\n{sample}\n")
@@ -225,13 +229,6 @@ def train(name: str, config: TrainConfig) -> int:
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
     )
     return 0
-
-
-def use_compilation_cache() -> None:
-    """Keeps compiled programs under the user's cache folder, for the next start."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(base) / "jaxaccel" / "xla"))
 
 
 def user_error(function: Callable, *args: Any) -> Any:

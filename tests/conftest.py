@@ -1,13 +1,17 @@
 """Eight CPU devices, strict numerics, warnings are errors."""
 
 import os
+import tempfile
 
+# Programs under test keep compiled code under the user's cache folder: not this user's.
+_cache = tempfile.TemporaryDirectory(prefix="jaxaccel-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import jax
+import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -146,25 +146,35 @@ def band_covers(band: Band, rows: range, columns: range) -> bool:
 
 
 def visible(
-    band: Band, arrays: MaskArrays, rows_T: Int[Array, "T"], columns_S: Int[Array, "S"]
-) -> Bool[Array, "#B T S"]:
+    band: Band,
+    arrays: MaskArrays,
+    rows_T: Int[Array, "T"],
+    columns_S: Int[Array, "S"],
+    *,
+    keys_first: bool = False,
+) -> Bool[Array, "_ _ _"]:
     """The rule itself, on a tile.
 
     Args:
       band, arrays: the mask; its segments are those of the tile.
       rows_T: query indices of the tile.
       columns_S: key indices of the tile.
+      keys_first: return the tile transposed.
 
     Returns:
-      Whether the query attends to the key, with a leading dim of 1 or B.
+      Whether the query attends to the key: `[1 or B, T, S]`, or `[1 or B, S, T]`.
     """
-    allowed = jnp.ones((1, len(rows_T), len(columns_S)), bool)
-    offset = jnp.array([band.offset]) if arrays.offset is None else arrays.offset
-    distance = columns_S[None, None, :] - rows_T[None, :, None] - offset[:, None, None]
+    q_dim, k_dim = (1, 2) if keys_first else (2, 1)
+    rows = jnp.expand_dims(rows_T[None], q_dim)
+    columns = jnp.expand_dims(columns_S[None], k_dim)
+    offset = arrays.offset[:, None, None] if band.offset is None else band.offset
+    distance = columns - rows - offset
+    allowed = jnp.ones(distance.shape, bool)
     if band.left is not None:
         allowed &= distance >= -band.left
     if band.right is not None:
         allowed &= distance <= band.right
     if arrays.q_segments is not None:
-        allowed &= arrays.q_segments[:, :, None] == arrays.k_segments[:, None, :]
+        q_segments = jnp.expand_dims(arrays.q_segments, q_dim)
+        allowed &= q_segments == jnp.expand_dims(arrays.k_segments, k_dim)
     return allowed

@@ -38,13 +38,13 @@ def attention_reference(
     # plain autodiff would make NaN of a row of -inf.
     some = allowed.any(-1, keepdims=True)
     logits = jnp.where(allowed | ~some, logits, -jnp.inf)
+    empty = -jnp.inf
     if sinks_H is not None:
-        sinks = jnp.broadcast_to(
+        empty = sinks = jnp.broadcast_to(
             sinks_H.astype(jnp.float32)[None, :, None, None], (batch, heads, queries, 1)
         )
         logits = jnp.concatenate([logits, sinks], axis=-1)
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     p = jnp.where(some, jnp.exp(logits - lse), 0.0)[..., :keys].astype(v_BSKE.dtype)
-    empty = -jnp.inf if sinks_H is None else sinks
     lse = jnp.where(some, lse, empty)[..., 0]
     return jnp.einsum("bhts,bshe->bthe", p, v_BSHE), lse.transpose(0, 2, 1)

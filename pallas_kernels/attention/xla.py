@@ -11,8 +11,9 @@ ahead + blocks alone:
 
 MEASUREMENTS
 
-Legend: B batch, T queries (t of one tile), S keys (s of one tile), K key/value heads,
-G query heads for each of them (H = K * G), D key size, E value size.
+Legend: B batch, T queries, S keys (s of one tile), K key/value heads, G query heads for each
+of them (H = K * G), R = T * G rows of q for one key/value head (r of one tile), D key size,
+E value size.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from pallas_kernels.attention.mask import (
 )
 
 UNROLL = 1024  # longest sequence (T and S) whose blocks are unrolled
-BLOCK = 64  # unit of unrolled blocks; a sequence has at most BLOCKS of them
+BLOCK = 128  # unit of unrolled blocks; a sequence has at most BLOCKS of them
 BLOCKS = 4
 TILE = 256  # rows and columns of a tile in the loops
 
@@ -58,30 +59,29 @@ def forward(
 ) -> tuple[Float[Array, "B T H E"], Float[Array, "B T H"]]:
     """Returns output and log-sum-exp."""
     grid = _Grid(options.band, mask, q.shape[1], k.shape[1])
-    q, k, v = _split_heads(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
-    q, (k, v) = grid.pad_queries(q), (grid.pad_keys(x) for x in (k, v))
+    groups = q.shape[2] // k.shape[2]
+    q = _to_rows(grid.pad_queries(q), groups)
+    k, v = (grid.pad_keys(x).swapaxes(1, 2) for x in (k, v))
 
     def block(row, rows, carry):
-        q_t = _take(q, row, rows)
-        shape = q_t.shape[:-1]
+        q_r = _take(q, row * groups, rows * groups)
+        shape = q_r.shape[:-1]
         if sinks is None:
             top, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
         else:  # a sink is a key that was met before all others, with value zero
-            top = sinks.astype(jnp.float32).reshape(1, q.shape[1], 1, -1)
+            top = jnp.tile(sinks.astype(jnp.float32).reshape(1, -1, groups), (1, 1, rows))
             top, total = jnp.broadcast_to(top, shape), jnp.ones(shape)
 
         def meet(column, columns, state):
             top, total, sum_ = state
             k_s, v_s = _take(k, column, columns), _take(v, column, columns)
-            logits = _cap(options, _einsum("bktgd,bksd->bktgs", q_t, k_s) * options.scale)
-            allowed = grid.allowed(row, rows, column, columns)
-            if allowed is not None:
-                logits = _select(allowed[:, None, :, None, :], logits)
+            logits = _cap(options, _einsum("bkrd,bksd->bkrs", q_r, k_s) * options.scale)
+            logits = grid.hide(logits, row, rows, column, columns)
             new_top = jnp.maximum(top, logits.max(-1))
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
             p = jnp.exp(logits - finite[..., None])
             decay = jnp.exp(top - finite)
-            product = _einsum("bktgs,bkse->bktge", p.astype(v.dtype), v_s)
+            product = _einsum("bkrs,bkse->bkre", p.astype(v.dtype), v_s)
             return new_top, total * decay + p.sum(-1), sum_ * decay[..., None] + product
 
         state = top, total, jnp.zeros((*shape, v.shape[-1]))
@@ -92,7 +92,8 @@ def forward(
         return ((sum_ / divisor[..., None]).astype(q.dtype), lse), carry
 
     (out, lse), _ = grid.map_blocks(grid.queries, grid.query_tile, block, ())
-    return _join_heads(out), _join_heads(lse)
+    out, lse = (_from_rows(x, groups)[:, : grid.queries] for x in (out, lse))
+    return out, lse
 
 
 def backward(
@@ -119,47 +120,46 @@ def backward(
         dsinks = -(p_sink * delta).sum((0, 1)).astype(sinks.dtype)
 
     grid = _Grid(options.band, mask, q.shape[1], k.shape[1])
-    q, dout, lse, delta = (
-        grid.pad_queries(_split_heads(x, k.shape[2])) for x in (q, dout, lse, delta)
-    )
-    k, v = (grid.pad_keys(x.swapaxes(1, 2)) for x in (k, v))
+    groups = q.shape[2] // k.shape[2]
+    q, dout, lse, delta = (_to_rows(grid.pad_queries(x), groups) for x in (q, dout, lse, delta))
+    k, v = (grid.pad_keys(x).swapaxes(1, 2) for x in (k, v))
     k_BKDS = k.swapaxes(2, 3)
 
-    # Tiles are [s, t]: P and dS are then the left factor, untransposed, of both dV and dK,
+    # Tiles are [s, r]: P and dS are then the left factor, untransposed, of both dV and dK,
     # and the right factor of the transposed dQ. No T x S array is ever transposed.
-    def block(column, columns, dq_BKDTG):
+    def block(column, columns, dq_BKDR):
         k_s, v_s = _take(k, column, columns), _take(v, column, columns)
 
         def meet(row, rows, state):
             dq, dk, dv = state
-            q_t, dout_t, lse_t, delta_t = (_take(x, row, rows) for x in (q, dout, lse, delta))
-            capped = _cap(options, _einsum("bksd,bktgd->bkstg", k_s, q_t) * options.scale)
-            logits = capped - lse_t[:, :, None]
-            allowed = grid.allowed(row, rows, column, columns)
-            if allowed is not None:
-                logits = _select(allowed.swapaxes(1, 2)[:, None, :, :, None], logits)
+            r, n = row * groups, rows * groups
+            q_r, dout_r, lse_r, delta_r = (_take(x, r, n) for x in (q, dout, lse, delta))
+            capped = _cap(options, _einsum("bksd,bkrd->bksr", k_s, q_r) * options.scale)
+            logits = capped - lse_r[:, :, None]
+            logits = grid.hide(logits, row, rows, column, columns, keys_first=True)
             p = jnp.exp(logits)
-            ds = p * (_einsum("bkse,bktge->bkstg", v_s, dout_t) - delta_t[:, :, None])
+            ds = p * (_einsum("bkse,bkre->bksr", v_s, dout_r) - delta_r[:, :, None])
             if options.soft_cap is not None:
                 ds *= 1.0 - (capped / options.soft_cap) ** 2
             ds = (ds * options.scale).astype(q.dtype)
-            dv += _einsum("bkstg,bktge->bkse", p.astype(q.dtype), dout_t)
-            dk += _einsum("bkstg,bktgd->bksd", ds, q_t)
+            dv += _einsum("bksr,bkre->bkse", p.astype(q.dtype), dout_r)
+            dk += _einsum("bksr,bkrd->bksd", ds, q_r)
             k_ds = _take(k_BKDS, column, columns, dim=3)
-            dq = _add(dq, row, _einsum("bkds,bkstg->bkdtg", k_ds, ds), dim=3)
+            dq = _add(dq, r, _einsum("bkds,bksr->bkdr", k_ds, ds), dim=3)
             return dq, dk, dv
 
-        state = dq_BKDTG, jnp.zeros(k_s.shape), jnp.zeros(v_s.shape)
+        state = dq_BKDR, jnp.zeros(k_s.shape), jnp.zeros(v_s.shape)
         state = grid.fold(grid.queries_of(column, columns), grid.query_tile, meet, state)
-        dq_BKDTG, dk, dv = state
-        return (dk.astype(q.dtype), dv.astype(q.dtype)), dq_BKDTG
+        dq_BKDR, dk, dv = state
+        return (dk.astype(q.dtype), dv.astype(q.dtype)), dq_BKDR
 
-    b, kv_heads, rows, groups, depth = q.shape
-    dq_BKDTG = jnp.zeros((b, kv_heads, depth, rows, groups))
-    (dk, dv), dq_BKDTG = grid.map_blocks(grid.keys, grid.key_tile, block, dq_BKDTG)
-    dq = dq_BKDTG[:, :, :, : grid.queries].transpose(0, 3, 1, 4, 2).astype(q.dtype)
-    dq = dq.reshape(b, grid.queries, kv_heads * groups, depth)
-    return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2), dsinks
+    dq_BKDR = jnp.zeros((*q.shape[:2], q.shape[3], q.shape[2]))
+    (dk, dv), dq_BKDR = grid.map_blocks(grid.keys, grid.key_tile, block, dq_BKDR)
+    # One transpose: a swap of D and R alone would be folded back into the matmul.
+    dq = dq_BKDR.reshape(*dq_BKDR.shape[:3], -1, groups).transpose(0, 3, 1, 4, 2)
+    dq = dq.reshape(*dq.shape[:2], -1, dq.shape[4])[:, : grid.queries].astype(q.dtype)
+    dk, dv = (x.swapaxes(1, 2)[:, : grid.keys] for x in (dk, dv))
+    return dq, dk, dv, dsinks
 
 
 @dataclass(frozen=True)
@@ -186,11 +186,11 @@ class _Grid:
     def _tile(self, length: int) -> int:
         return min(length, BLOCK * -(-length // (BLOCK * BLOCKS)) if self.unrolled else TILE)
 
-    def pad_queries(self, x: Array, dim: int = 2) -> Array:
-        return x if self.unrolled else _pad(x, self.query_tile, dim)
+    def pad_queries(self, x: Array) -> Array:
+        return x if self.unrolled else _pad(x, self.query_tile)
 
-    def pad_keys(self, x: Array, dim: int = 2) -> Array:
-        return x if self.unrolled else _pad(x, self.key_tile, dim)
+    def pad_keys(self, x: Array) -> Array:
+        return x if self.unrolled else _pad(x, self.key_tile)
 
     def keys_of(self, row, rows: int) -> tuple:
         return self._range(key_range, row, rows, self.keys)
@@ -219,9 +219,9 @@ class _Grid:
             out, carry = function(i * size, size, carry)
             return carry, out
 
-        def join(x):  # [n, B, K, size, ...] -> [B, K, length, ...]
+        def join(x):  # [n, B, K, size, ...] -> [B, K, n * size, ...]
             x = jnp.moveaxis(x, 0, 2)
-            return x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :length]
+            return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
         carry, outs = lax.scan(step, carry, jnp.arange(-(-length // size)))
         return jax.tree.map(join, outs), carry
@@ -234,29 +234,28 @@ class _Grid:
         tiles = start // size, (stop + size - 1) // size
         return lax.fori_loop(*tiles, lambda j, state: meet(j * size, size, state), state)
 
-    def allowed(self, row, rows: int, column, columns: int) -> Array | None:
-        """Returns the mask `[1 or B, t, s]` of a tile, or None if it allows every pair."""
+    def hide(self, logits, row, rows: int, column, columns: int, keys_first: bool = False):
+        """Puts what the mask forbids of a tile, `[B, K, r, s]` or `[B, K, s, r]`, at -inf."""
         mask = self.mask
         if self.unrolled and mask.q_segments is None:
             ranges = range(row, row + rows), range(column, column + columns)
             if band_covers(self.band, *ranges):
-                return None
+                return logits
+        groups = logits.shape[3 if keys_first else 2] // rows
         if mask.q_segments is not None:
-            mask = replace(
-                mask,
-                q_segments=_take(self.pad_queries(mask.q_segments, 1), row, rows, 1),
-                k_segments=_take(self.pad_keys(mask.k_segments, 1), column, columns, 1),
-            )
+            q_segments = _take(self.pad_queries(mask.q_segments), row, rows, 1)
+            k_segments = _take(self.pad_keys(mask.k_segments), column, columns, 1)
+            q_segments = jnp.repeat(q_segments, groups, axis=1)
+            mask = replace(mask, q_segments=q_segments, k_segments=k_segments)
+        query = row + jnp.arange(rows * groups) // groups
         key = column + jnp.arange(columns)
-        allowed = visible(self.band, mask, row + jnp.arange(rows), key)
-        return allowed if self.unrolled else allowed & (key < self.keys)[None, None]
-
-
-def _select(allowed: Array, logits: Array) -> Array:
-    # The barriers make XLA's CPU compiler compute the comparisons once for all heads and the
-    # select once for maximum and exponential; see the head of the file.
-    allowed = lax.optimization_barrier(allowed)
-    return lax.optimization_barrier(jnp.where(allowed, logits, -jnp.inf))
+        allowed = visible(self.band, mask, query, key, keys_first=keys_first)
+        if not self.unrolled:  # the last tile may reach into padding
+            allowed &= jnp.expand_dims((key < self.keys)[None], 2 if keys_first else 1)
+        # The barriers make XLA's CPU compiler do the comparisons once for all heads, and the
+        # select once for maximum and exponential.
+        allowed = lax.optimization_barrier(allowed[:, None])
+        return lax.optimization_barrier(jnp.where(allowed, logits, -jnp.inf))
 
 
 def _cap(options: Options, logits: Array) -> Array:
@@ -265,21 +264,23 @@ def _cap(options: Options, logits: Array) -> Array:
     return options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
-def _split_heads(x: Array, kv_heads: int) -> Array:
-    """[B, T, K * G, ...] -> [B, K, T, G, ...]."""
-    return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]).swapaxes(1, 2)
+def _to_rows(x: Array, groups: int) -> Array:
+    """[B, T, K * G, ...] -> [B, K, T * G, ...]."""
+    b, length, heads, *rest = x.shape
+    x = x.reshape(b, length, heads // groups, groups, *rest).swapaxes(1, 2)
+    return x.reshape(b, heads // groups, length * groups, *rest)
 
 
-def _join_heads(x: Array) -> Array:
-    """[B, K, T, G, ...] -> [B, T, K * G, ...]."""
-    x = x.swapaxes(1, 2)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+def _from_rows(x: Array, groups: int) -> Array:
+    """[B, K, T * G, ...] -> [B, T, K * G, ...]."""
+    b, kv_heads, rows, *rest = x.shape
+    x = x.reshape(b, kv_heads, rows // groups, groups, *rest).swapaxes(1, 2)
+    return x.reshape(b, rows // groups, kv_heads * groups, *rest)
 
 
-def _pad(x: Array, unit: int, dim: int) -> Array:
-    widths = [(0, 0)] * x.ndim
-    widths[dim] = (0, -x.shape[dim] % unit)
-    return jnp.pad(x, widths)
+def _pad(x: Array, unit: int) -> Array:
+    """Pads dim 1 with zeros to a multiple of `unit`."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % unit), *[(0, 0)] * (x.ndim - 2)])
 
 
 def _take(x: Array, start, size: int, dim: int = 2) -> Array:

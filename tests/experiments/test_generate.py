@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,14 @@ def test_program_streams_prompt_and_text(folder, capsys):
     assert first.out == f"12 sq{expected}\n"
 
 
+def test_a_reader_that_has_enough(folder, monkeypatch):
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        os.close(reader)
+        assert call(generate, "--run", folder, "--max-new-tokens", 5) == 0
+
+
 def test_program_says_that_the_context_is_short(folder, capsys):
     assert call(generate, "--run", folder, "--prompt", "x" * 35, "--max-new-tokens", 9) == 0
     assert capsys.readouterr().err == (
@@ -172,10 +182,12 @@ def test_eval_equals_a_plain_pass(folder, decoder, short_documents, capsys):
     source = ("--data.source", short_documents, "--data.field", "body")
     assert call(eval, "--run", folder, *source, "--json") == 0
     got = json.loads(capsys.readouterr().out)
-    config = DataConfig(source=(str(short_documents),), field="body", validation_fraction=0.3)
+    # Another source is read whole.
+    config = DataConfig((str(short_documents),), field="body", validation=(str(short_documents),))
     held_out = data.load_corpus(config, BYTES).validation
+    assert held_out.documents == 9
     loss, tokens = plain_loss(decoder, held_out.streams[0].shards[0])
-    assert got["tokens"] == tokens > 19
+    assert got["tokens"] == tokens == 9 * 19
     assert got["loss"] == pytest.approx(loss, rel=1e-5)
     assert got["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     bits = loss * tokens / math.log(2) / held_out.bytes
@@ -192,7 +204,7 @@ def test_eval_of_the_runs_own_text(folder, capsys):
     )
 
 
-def test_mean_loss_weighs_tokens_not_batches(folder):
+def test_loss_weighs_tokens_not_batches(folder):
     """The figure does not depend on how the split is cut into batches."""
     run = load_run(folder)
     corpus = data.load_corpus(run.config.data, BYTES)

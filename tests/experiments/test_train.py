@@ -31,10 +31,8 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(text, tmp_path_factory):
-    """Starts `python -m experiments.train` on one CPU device."""
-    cache = tmp_path_factory.mktemp("cache")
-    env = dict(os.environ, XLA_FLAGS="", JAX_PLATFORMS="cpu", XDG_CACHE_HOME=str(cache))
+def start(text):
+    """Starts `python -m experiments.train` on so many CPU devices."""
 
     def launch(*options: object, devices: int = 1) -> subprocess.Popen:
         flags = f"--xla_force_host_platform_device_count={devices}"
@@ -42,7 +40,7 @@ def start(text, tmp_path_factory):
         command += ["--data.source", str(text), *map(str, options)]
         return subprocess.Popen(
             command,
-            env=env | {"XLA_FLAGS": flags},
+            env=os.environ | {"XLA_FLAGS": flags},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

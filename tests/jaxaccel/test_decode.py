@@ -55,7 +55,7 @@ def cached_logits(decoder, tokens_BT, cache, counts_B=None):
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [(name, (9, 1, 4, 1, 4)) for name in CONFIGS]
+    [(name, (9, 1, 1, 9)) for name in CONFIGS]
     + [("grouped_windows", (19,)), ("grouped_windows", (1,) * 12)],
     ids=str,
 )
