@@ -40,6 +40,8 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+# How JAX names what a checkpoint's backward pass repeats.
+REMATERIALISED = "rematted_computation"
 # Instructions that name a value and move nothing.
 FREE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier "
@@ -120,7 +122,7 @@ class Computation:
 class Module:
     """A parsed program of one device."""
 
-    computations: dict[str, Computation]
+    computations: dict[str, Computation] = dataclasses.field(repr=False)
     entry: str
     devices: int
 
@@ -269,27 +271,24 @@ def sources(computation: Computation, name: str) -> set[str]:
 def _slices(module: Module, body: Computation) -> Iterator[tuple[Shape, Shape, set[int | None]]]:
     """(array, slice, elements of the state that place it) of a body's dynamic slices."""
     for outer in body.instructions.values():
-        if outer.opcode in ("dynamic-slice", "dynamic-update-slice"):
-            inner, places = body, lambda names: {element(body, n) for n in names}
+        if outer.opcode == "dynamic-slice":
+            array = body.instructions[outer.operands[0]].shapes[0]
+            yield array, outer.shapes[0], {element(body, name) for name in outer.operands[1:]}
         elif outer.opcode.removesuffix("-start") == "fusion":
             inner = module.computations[outer.called[0]]
             operand = dict(zip(inner.parameters, outer.operands))
-            places = lambda names, operand=operand: {
-                element(body, operand[n]) for n in names if n in operand
-            }
-        else:
-            continue
-        for node in inner.instructions.values():
-            if node.opcode == "dynamic-slice" and (inner is not body or node is outer):
-                names = set().union(*(sources(inner, n) for n in node.operands[1:]))
-                array = inner.instructions[node.operands[0]].shapes[0]
-                yield array, node.shapes[0], places(names)
+            for node in inner.instructions.values():
+                if node.opcode == "dynamic-slice":
+                    array = inner.instructions[node.operands[0]].shapes[0]
+                    read = set().union(*(sources(inner, name) for name in node.operands[1:]))
+                    places = {element(body, operand[name]) for name in read if name in operand}
+                    yield array, node.shapes[0], places
 
 
 def trips(module: Module, loop: Instruction) -> tuple[float, bool]:
     """How often a while loop's body runs, and whether the program fixes that number."""
     if found := _TRIPS.search(loop.attributes):
-        return int(found.group(1)), True
+        return float(found.group(1)), True
     condition, body = while_parts(module, loop)
     counter = _counter(condition, body)
     most = max(
@@ -324,21 +323,29 @@ def operand_type(computation: Computation, node: Instruction) -> str:
     return _family(max(types, key=bits, default=""))
 
 
-def _estimate(node: Instruction) -> dict[str, float]:
-    """A Pallas kernel's `cost_estimate`; empty without one."""
-    found = re.search(r"cost_estimate_json\W+?(\{.*?\})", node.attributes)
-    return json.loads(re.sub(r"\\+(22)?", "", found.group(1)).replace('""', '"')) if found else {}
-
-
 def is_kernel(node: Instruction) -> bool:
     """Whether an instruction launches a Pallas kernel."""
     return node.opcode == "custom-call" and "mosaic" in node.attribute("custom_call_target")
 
 
 def kernel_cost(node: Instruction) -> tuple[float, float] | None:
-    """(FLOP, bytes) that a Pallas kernel says it costs, if it says so."""
-    estimate = _estimate(node) if is_kernel(node) else {}
-    return (estimate["flops"], estimate["bytes_accessed"]) if estimate else None
+    """(FLOP, bytes) that a Pallas kernel's `cost_estimate` states, if it has one."""
+    found = re.search(r"cost_estimate_json\W*?(\{[^}]*\})", node.attributes)
+    if not (found and is_kernel(node)):
+        return None
+    estimate = json.loads(re.sub(r'\\(22|")', '"', found.group(1)))
+    return float(estimate["flops"]), float(estimate["bytes_accessed"])
+
+
+def unpriced(module: Module) -> tuple[str, ...]:
+    """Custom calls that are no matmul and state no cost, by target and origin."""
+    return tuple(
+        f"{node.attribute('custom_call_target')} {node.op_name or node.name}"
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode == "custom-call"
+        and not (is_matmul(node) or kernel_cost(node) or "AllocateBuffer" in node.attributes)
+    )
 
 
 def is_matmul(node: Instruction) -> bool:
@@ -374,29 +381,36 @@ def branch(module: Module, node: Instruction) -> str:
     return max(node.called, key=work)
 
 
-def executions(module: Module) -> dict[str, float]:
-    """How often each computation runs in one step.
+def executions(module: Module) -> dict[tuple[str, bool], float]:
+    """How often each computation runs in one step, apart for what rematerialisation repeats.
 
-    A loop's body counts by `trips`, a conditional by its costliest branch.
+    A loop's body counts by `trips`, a conditional by its costliest branch. A loop that is
+    repeated runs a body whose own names may be those of its first run (JAX lowers a function
+    once), so repetition is a matter of the caller.
 
     Returns:
-      Executions by name of the computation; fused computations included.
+      Executions by (name of the computation, whether a rematerialised instruction calls it);
+      fused computations included.
     """
-    counts: dict[str, float] = defaultdict(float)
+    counts: dict[tuple[str, bool], float] = defaultdict(float)
 
-    def visit(name: str, times: float) -> None:
-        counts[name] += times
+    def visit(name: str, times: float, again: bool) -> None:
+        counts[name, again] += times
         for node in module.computations[name].instructions.values():
+            if not node.called:
+                continue
+            # What is fused keeps names of its own.
+            inside = again or ("fusion" not in node.opcode and REMATERIALISED in node.op_name)
             if node.opcode == "while":
                 condition, body = while_parts(module, node)
                 turns = trips(module, node)[0]
-                visit(condition.name, times * (turns + 1))
-                visit(body.name, times * turns)
+                visit(condition.name, times * (turns + 1), inside)
+                visit(body.name, times * turns, inside)
             elif node.opcode == "conditional":
-                visit(branch(module, node), times)
+                visit(branch(module, node), times, inside)
             else:
                 for callee in node.called:
-                    visit(callee, times)
+                    visit(callee, times, inside)
 
-    visit(module.entry, 1.0)
+    visit(module.entry, 1.0, False)
     return dict(counts)

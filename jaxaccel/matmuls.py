@@ -3,8 +3,9 @@
 Counted from the compiled program, loops by their trips; see `jaxaccel.hlo`. A matmul whose
 operands were FP8 and were widened before it (XLA does that in silence when no FP8 routine
 fits: both operands e5m2, one operand of another type, a scale that is not a scalar) is found
-by walking back from its operands through conversions, moves and scalings. A cast to FP8 and
-back that XLA removed altogether leaves no trace here.
+by walking back from its operands through conversions, moves and scalings. XLA also removes a
+cast to FP8 and back altogether, which leaves no trace: code that promises an FP8 matmul makes
+it under `jax.named_scope(FP8_SCOPE)`, and a wider one from there counts as lost too.
 """
 
 import dataclasses
@@ -13,15 +14,20 @@ import re
 
 from jaxaccel.hlo import (
     COLLECTIVES,
+    REMATERIALISED,
     Computation,
     Module,
+    carried_unchanged,
     executions,
     flops,
     is_kernel,
     is_matmul,
     kernel_cost,
     operand_type,
+    while_parts,
 )
+
+FP8_SCOPE = "fp8_matmul"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,64 +35,51 @@ class Matmul:
     """One matrix multiplication (or Pallas kernel) of the program, and how often it runs."""
 
     name: str
-    computation: str  # of the instruction that launches it
     dtype: str  # fp8, bf16, f16, f32, ...: the operands, as the tensor cores see them
     flops: float  # of one execution
     count: float  # executions a step
     op_name: str
     kernel: bool  # a Pallas kernel, whose FLOP are its own estimate
-    was_fp8: bool  # an operand was FP8 and was converted to `dtype` first
-
-    @property
-    def recomputed(self) -> bool:
-        """Whether rematerialisation put it there."""
-        return "rematted_computation" in self.op_name
+    was_fp8: bool  # meant to be FP8: an operand was, or it stands in `FP8_SCOPE`; and is not
+    recomputed: bool  # rematerialisation put it there
 
 
 # What may stand between an FP8 value and the matmul that was meant to read it.
-_PASSES = (
+_MOVES = frozenset(
     "convert copy bitcast transpose reshape broadcast slice dynamic-slice pad concatenate "
-    "reduce-precision copy-start copy-done opt-barrier optimization-barrier".split()
+    "reduce-precision opt-barrier optimization-barrier".split()
 )
+_SCALES = ("broadcast", "constant", "convert")
 
 
-def _was_fp8(module: Module, where: Computation, name: str, index: int | None = None) -> bool:
-    """Whether a value is an FP8 one that was converted, moved or scaled."""
+def _was_fp8(module: Module, where: Computation, name: str, index: int = 0) -> bool:
+    """Whether (output `index` of) a value is an FP8 one that was converted, moved or scaled."""
     node = where.instructions[name]
-    if (
-        node.shapes[index if index is not None and index < len(node.shapes) else 0].dtype[:2]
-        == "f8"
-    ):
+    if node.shapes and node.shapes[min(index, len(node.shapes) - 1)].dtype.startswith("f8"):
         return True
-    back = lambda operand, index=None: _was_fp8(module, where, operand, index)
     base = re.sub(r"-(start|done)$", "", node.opcode)
-    if node.opcode == "get-tuple-element":
-        return back(node.operands[0], int(node.attribute("index")))
-    if node.opcode in _PASSES or base in COLLECTIVES:
-        return back(node.operands[0], index)
-    if node.opcode == "tuple" and index is not None:
-        return back(node.operands[index])
-    if node.opcode in ("multiply", "divide"):
+    if base == "get-tuple-element":
+        return _was_fp8(module, where, node.operands[0], int(node.attribute("index")))
+    if base in _MOVES or base in COLLECTIVES or node.opcode.endswith("-done"):
+        return _was_fp8(module, where, node.operands[0], index)
+    if base == "tuple":
+        return _was_fp8(module, where, node.operands[index])
+    if base in ("multiply", "divide"):
         return any(
-            back(one)
-            for one, other in (node.operands, node.operands[::-1])
-            if where.instructions[other].opcode in ("broadcast", "constant", "convert")
+            where.instructions[scale].opcode in _SCALES and _was_fp8(module, where, value)
+            for value, scale in (node.operands, node.operands[::-1])
         )
-    if node.opcode == "fusion":
+    if base == "fusion":
         inner = module.computations[node.called[0]]
         return _was_fp8(module, inner, inner.root.name, index)
-    if node.opcode in ("fusion-done", "while"):
-        if node.opcode == "while" and index is not None:
-            start = where.instructions[node.operands[0]]
-            return start.opcode == "tuple" and back(start.operands[index])
-        start = where.instructions[node.operands[0]]
-        inner = module.computations[start.called[0]]
-        return _was_fp8(module, inner, inner.root.name, index)
-    if node.opcode == "parameter" and where.name in module.sites:
+    if base == "while":
+        unchanged = carried_unchanged(while_parts(module, node)[1], index)
+        return unchanged and _was_fp8(module, where, node.operands[0], index)
+    if base == "parameter" and where.name in module.sites:
         caller, site = module.sites[where.name]
         outside = module.computations[caller]
         if site.opcode == "while":
-            return index is not None and _was_fp8(module, outside, site.name, index)
+            return _was_fp8(module, outside, site.name, index)
         if int(node.literal) < len(site.operands):
             return _was_fp8(module, outside, site.operands[int(node.literal)], index)
     return False
@@ -106,7 +99,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
       One `Matmul` for each, those that run zero times left out.
     """
     found = []
-    for name, times in executions(module).items():
+    for (name, again), times in executions(module).items():
         computation = module.computations[name]
         for node in computation.instructions.values():
             kernel = is_kernel(node)
@@ -114,18 +107,20 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
                 continue
             dtype = operand_type(computation, node)
             site = module.sites.get(name)
+            op_name = node.op_name or (site[1].op_name if site else "")
+            lost = FP8_SCOPE in op_name or any(
+                _was_fp8(module, computation, o) for o in node.operands[:2]
+            )
             found.append(
                 Matmul(
                     name=node.name,
-                    computation=site[0] if site and site[1].opcode == "fusion" else name,
                     dtype=dtype,
                     flops=flops(computation, node),
                     count=times,
-                    op_name=node.op_name or (site[1].op_name if site else ""),
+                    op_name=op_name,
                     kernel=kernel,
-                    was_fp8=dtype != "fp8"
-                    and not kernel
-                    and any(_was_fp8(module, computation, o) for o in node.operands[:2]),
+                    was_fp8=dtype != "fp8" and not kernel and lost,
+                    recomputed=again or REMATERIALISED in op_name,
                 )
             )
     return tuple(found)
@@ -161,7 +156,7 @@ def reductions(module: Module) -> tuple[Reduction, ...]:
             count=times,
             op_name=node.op_name,
         )
-        for name, times in executions(module).items()
+        for (name, _), times in executions(module).items()
         for node in module.computations[name].instructions.values()
         if node.opcode == "reduce"
     )

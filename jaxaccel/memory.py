@@ -92,18 +92,21 @@ def _root(module: Module, start: Instruction, index: int) -> tuple[Computation, 
     return inner, inner.instructions[root.operands[index]] if root.opcode == "tuple" else root
 
 
-def _op_name(module: Module, where: Computation, leaf: _Leaf) -> str:
-    """Where JAX made a value; of what XLA added, where its input was made."""
-    node = where.instructions[leaf[0]]
-    start = _start(where, node)
-    if start.opcode.removesuffix("-start") == "fusion":
-        name = _root(module, start, leaf[1])[1].op_name or node.op_name
-    else:
-        name = node.op_name
-    if name or not start.operands or node.opcode == "while":
-        return name
-    names = [_op_name(module, where, _resolve(module, where, o)) for o in start.operands]
-    return next((n for n in names if "transpose(" in n), names[0])
+def _origins(module: Module, where: Computation) -> dict[_Leaf, str]:
+    """Where JAX made each value; of what XLA added, where what it reads was made."""
+    found: dict[_Leaf, str] = {}
+    for node in where.instructions.values():
+        start = _start(where, node)
+        inherited = ""
+        if not start.op_name and start.opcode != "while":
+            read = [found.get(_resolve(module, where, o), "") for o in start.operands]
+            inherited = next((n for n in read if "transpose(" in n), next(iter(read), ""))
+        for i in range(len(node.shapes)):
+            name = start.op_name
+            if start.opcode.removesuffix("-start") == "fusion":
+                name = _root(module, start, min(i, len(node.shapes) - 1))[1].op_name or name
+            found[node.name, i] = name or inherited
+    return found
 
 
 def _depends(module: Module, where: Computation, seeds: set[_Leaf]) -> set[_Leaf]:
@@ -160,6 +163,7 @@ def _peak(
     order = {name: i for i, name in enumerate(where.instructions)}
     data = _depends(module, where, data)
     backward = lambda name: "transpose(" in name and not (inside and "rematted_" in name)
+    origins = _origins(module, where)
     last: dict[_Leaf, int] = {}
     nested: dict[int, tuple[Saved, ...]] = {}
     for node in where.instructions.values():
@@ -172,7 +176,7 @@ def _peak(
                 for i, leaf in enumerate(state)
                 if leaf in data or (fresh(i) and (node.name, i) in data)
             }
-            within = inside or backward(_op_name(module, where, (node.name, 0)))
+            within = inside or backward(origins[node.name, 0])
             nested[order[node.name]] = _peak(module, body, seeds, ignore, within)
         elif node.opcode == "call":
             callee = module.computations[node.called[0]]
@@ -184,7 +188,7 @@ def _peak(
             nested[order[node.name]] = _peak(module, callee, seeds, ignore, inside)
         if node.opcode in hlo.FREE:
             continue
-        if any(backward(_op_name(module, where, (node.name, i))) for i in range(len(node.shapes))):
+        if any(backward(origins[node.name, i]) for i in range(len(node.shapes))):
             for leaf in _reads(module, where, node):
                 last[leaf] = max(last.get(leaf, 0), order[node.name])
     waiting = {}
@@ -192,7 +196,7 @@ def _peak(
         node = where.instructions[leaf[0]]
         # Inside a backward loop only what another loop recomputed waits.
         made = node.opcode == "while" if inside else node.opcode != "parameter"
-        name = _op_name(module, where, leaf)
+        name = origins[leaf]
         shape = node.shapes[leaf[1]]
         plain = tuple(d for d in shape.dims if d != 1)
         if leaf in data and made and not backward(name) and plain not in ignore:
@@ -213,7 +217,8 @@ def activations(module: Module, data: Collection[str] = ("batch",)) -> tuple[Sav
       data: names of the arguments of the jitted function that carry the batch.
 
     Returns:
-      The buffers that wait for the backward pass when most bytes of them do.
+      The buffers that wait for the backward pass when most bytes of them do, largest first;
+      those in the host's memory have `shape.host` set.
 
     Raises:
       ValueError: the program has no argument of these names.
@@ -230,4 +235,5 @@ def activations(module: Module, data: Collection[str] = ("batch",)) -> tuple[Sav
         for node in arguments
         if (node.name, 0) not in seeds and math.prod(node.shapes[0].dims) > 1
     }
-    return _peak(module, entry, seeds, ignore, inside=False)
+    found = _peak(module, entry, seeds, ignore, inside=False)
+    return tuple(sorted(found, key=lambda s: (-s.shape.bytes, s.name)))

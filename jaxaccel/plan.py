@@ -85,6 +85,7 @@ class Analysis:
     timeline: Timeline
     guessed_loops: tuple[str, ...]  # loops whose trips the program does not fix
     xla_remats: tuple[str, ...]  # what XLA repeats on its own to fit; none if all is well
+    unpriced: tuple[str, ...]  # custom calls whose FLOP nobody states: their bytes count alone
 
 
 def _stats(compiled: jax.stages.Compiled) -> Any:
@@ -114,7 +115,6 @@ def analyse(
     optimizer: PyTree,
     model: CostModel,
     *,
-    target: str,
     config: str,
     model_flops: float,
     data: tuple[str, ...] = ("batch",),
@@ -126,7 +126,6 @@ def analyse(
       parameters: `ShapeDtypeStruct`s with shardings, as the step takes them.
       optimizer: the same of the optimizer's state.
       model: rates for the modelled times.
-      target: printed.
       config: printed.
       model_flops: FLOP of one step on all devices together, without recomputation
         (`nn.flops_per_token` times tokens); the numerator of MFU.
@@ -164,10 +163,10 @@ def analyse(
     }
     waiting = sum(s.shape.bytes for s in saved if not s.shape.host)
     # MFU is against the dense rate of the compute type; FP8 runs against bfloat16's.
-    gpu = model.gpu
+    gpu = model.target.gpu
     rate = gpu.tf32_flops if work.get("f32", 0) > total / 2 else gpu.bf16_flops
     report = Report(
-        target=target,
+        target=str(model.target),
         config=config,
         peak_gib=peak_bytes(compiled) / GIB,
         parameters_gib=sizes["parameters"] / GIB,
@@ -188,7 +187,13 @@ def analyse(
         recompute_flops_fraction=repeated / (total - repeated) if total > repeated else 0.0,
     )
     return Analysis(
-        report, found, saved, played, hlo.guessed_loops(module), matmuls.xla_remats(module)
+        report,
+        found,
+        saved,
+        played,
+        hlo.guessed_loops(module),
+        matmuls.xla_remats(module),
+        hlo.unpriced(module),
     )
 
 

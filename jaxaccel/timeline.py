@@ -28,7 +28,9 @@ from typing import Literal
 
 from jaxaccel import hlo
 from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
-from pallas_kernels.target import Gpu
+from pallas_kernels.target import Target
+
+HOST_COPY = "host-copy"  # between device and host memory: what `offload` moves
 
 # A loop with transfers is drawn turn by turn, up to this many.
 _TURNS_DRAWN = 200
@@ -38,9 +40,7 @@ _TURNS_DRAWN = 200
 class CostModel:
     """Rates that the model divides by, and what it assumes to be attained of them."""
 
-    gpu: Gpu
-    gpus_per_node: int = 8
-    network_bandwidth: float = 50e9  # bytes/s of each GPU's own 400 Gb/s adapter, one direction
+    target: Target  # whose GPU's data-sheet figures are the rates
     matmul_efficiency: float = 0.7  # what large matmuls reach of the data sheet's dense rate
     memory_efficiency: float = 0.85  # what a long copy reaches of the memory bandwidth
     link_efficiency: float = 0.8  # what large ring collectives reach of the link
@@ -49,8 +49,9 @@ class CostModel:
 
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s of a matmul with these operands; float32 runs as TF32, JAX's default."""
-        rates = {"fp8": self.gpu.fp8_flops, "f32": self.gpu.tf32_flops}
-        return (rates.get(dtype) or self.gpu.bf16_flops) * self.matmul_efficiency
+        gpu = self.target.gpu
+        rates = {"fp8": gpu.fp8_flops, "f32": gpu.tf32_flops}
+        return (rates.get(dtype) or gpu.bf16_flops) * self.matmul_efficiency
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,11 +88,7 @@ class Timeline:
     seconds: float
     transfers: tuple[Transfer, ...]  # one of each kind
     segments: tuple[Segment, ...]
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Time in which the compute stream waits for a collective."""
-        return sum(t.exposed_seconds for t in self.transfers)
+    exposed_seconds: float  # in which the compute stream waits for a transfer
 
     @property
     def exposed_fraction(self) -> float:
@@ -161,7 +158,9 @@ def kernel_seconds(
         for n in nodes
         if hlo.flops(inner, n)
     )
-    memory = _bytes(module, where, node) / model.gpu.memory_bandwidth / model.memory_efficiency
+    memory = (
+        _bytes(module, where, node) / model.target.gpu.memory_bandwidth / model.memory_efficiency
+    )
     return max(arithmetic, memory, model.kernel_latency)
 
 
@@ -220,7 +219,12 @@ def group(node: Instruction, devices: int) -> tuple[int, ...]:
 def _transfer(
     module: Module, where: Computation, node: Instruction, kind: str, model: CostModel
 ) -> tuple[float, float]:
-    """(bytes of the whole array, seconds) of one execution of a collective."""
+    """(bytes of the whole array, seconds) of one execution of a transfer."""
+    if kind == HOST_COPY:
+        moved = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
+        return moved, moved / (
+            model.target.gpu.pcie_bandwidth * model.link_efficiency
+        ) + model.kernel_latency
     members = group(node, module.devices)
     n = len(members)
     received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
@@ -230,23 +234,23 @@ def _transfer(
         sum(where.instructions[o].bytes for o in node.operands), sum(s.bytes for s in received)
     )
     per_node = max(
-        sum(m // model.gpus_per_node == k for m in members)
-        for k in {m // model.gpus_per_node for m in members}
+        sum(m // model.target.gpus_per_node == k for m in members)
+        for k in {m // model.target.gpus_per_node for m in members}
     )
     # A ring over several nodes enters and leaves each node once on every GPU's own adapter.
-    link = model.gpu.nvlink_bandwidth
+    link = model.target.gpu.nvlink_bandwidth
     if per_node < n:
-        link = min(link, model.network_bandwidth * per_node)
+        link = min(link, model.target.gpu.network_bandwidth * per_node)
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
     wire = payload * factor.get(kind, (n - 1) / n)
     seconds = wire / (link * model.link_efficiency)
     return payload, seconds + model.collective_latency if n > 1 else 0.0
 
 
-def _collective(
+def _crosses(
     module: Module, where: Computation, node: Instruction
 ) -> tuple[str, Instruction, Computation] | None:
-    """(kind, the collective, where it stands) if an instruction is one, perhaps wrapped."""
+    """(kind, the transfer, where it stands) if an instruction is one, perhaps wrapped."""
     base = node.opcode.removesuffix("-start")
     if base in COLLECTIVES:
         return base, node, where
@@ -255,6 +259,10 @@ def _collective(
         for each in inner.instructions.values():
             if each.opcode in COLLECTIVES:
                 return each.opcode, each, inner
+    if base in ("fusion", "copy"):
+        touched = [*node.shapes, *(s for o in node.operands for s in where.instructions[o].shapes)]
+        if any(shape.host for shape in touched):
+            return HOST_COPY, node, where
     return None
 
 
@@ -299,12 +307,14 @@ def simulate(module: Module, model: CostModel) -> Timeline:
     @functools.cache
     def play(name: str) -> Timeline:
         where = module.computations[name]
-        now = link_free = 0.0
+        now = 0.0
+        free = {True: 0.0, False: 0.0}  # when the wire to the host, and to other GPUs, is free
         running: dict[str, tuple[str, float, float, float, str]] = {}
         through: list[tuple[str, float, float, float, str]] = []
         idle: list[tuple[float, float]] = []
         segments: list[Segment] = []
         nested: list[tuple[Transfer, float]] = []
+        waited = 0.0
 
         def compute(seconds: float, label: str) -> None:
             nonlocal now
@@ -312,8 +322,9 @@ def simulate(module: Module, model: CostModel) -> Timeline:
             now += seconds
 
         def include(part: Timeline, times: float, label: str) -> None:
-            nonlocal now
+            nonlocal now, waited
             nested.extend((t, times) for t in part.transfers)
+            waited += part.exposed_seconds * times
             if not part.transfers:
                 if part.seconds:
                     compute(part.seconds * times, label)
@@ -327,8 +338,10 @@ def simulate(module: Module, model: CostModel) -> Timeline:
 
         for node in where.instructions.values():
             label = node.op_name or node.name
-            if node.opcode in FREE or (
-                node.opcode.endswith("-done") and node.operands[0] not in running
+            if (
+                node.opcode in FREE
+                or "AllocateBuffer" in node.attributes
+                or (node.opcode.endswith("-done") and node.operands[0] not in running)
             ):
                 continue
             if node.opcode.endswith("-done"):
@@ -341,17 +354,17 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 include(play(body.name), hlo.trips(module, node)[0], label)
             elif node.opcode == "conditional":
                 include(play(hlo.branch(module, node)), 1, label)
-            elif found := _collective(module, where, node):
+            elif found := _crosses(module, where, node):
                 kind, inner, there = found
                 payload, seconds = _transfer(module, there, inner, kind, model)
-                begin = max(now, link_free)
-                link_free = begin + seconds
-                event = (kind, payload, begin, link_free, label)
+                begin = max(now, free[kind == HOST_COPY])
+                end = free[kind == HOST_COPY] = begin + seconds
+                event = (kind, payload, begin, end, label)
                 through.append(event)
                 waits = '"is_sync":true' in node.attributes or not node.opcode.endswith("-start")
                 if waits:
-                    idle.append((now, link_free))
-                    now = link_free
+                    idle.append((now, end))
+                    now = end
                 else:
                     running[node.name] = event
             elif node.opcode in ("call", "async-start"):
@@ -363,6 +376,8 @@ def simulate(module: Module, model: CostModel) -> Timeline:
             exposed = sum(b - a for a, b, waits in pieces if waits)
             nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
             segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
-        return Timeline(now, _merge(nested), tuple(sorted(segments, key=lambda s: s.start)))
+        waited += sum(b - a for a, b in idle)
+        in_order = tuple(sorted(segments, key=lambda s: s.start))
+        return Timeline(now, _merge(nested), in_order, waited)
 
     return play(module.entry)
