@@ -1,0 +1,416 @@
+"""Read what XLA made of a program: the optimised, scheduled HLO text of one device.
+
+`compiled.as_text()` is the only thing read here, so a program compiled for a GPU that this
+machine does not have is read like any other. `parse` turns the text into computations in
+schedule order; `trips` and `executions` say how often each of them runs (bodies of loops by
+their trip count); `matmuls` lists what reaches the tensor cores, with its FLOP, operand type
+and origin. Nothing is timed and nothing is run: every number is *compiled*.
+
+How often a loop runs is in the text unless the program decides it on the device, as
+attention does when it skips tiles that are masked whole. Such a loop walks an array in slices
+of k of n elements, so it runs at most n / k times; it is counted as (n / k + 1) / 2, which is
+exact for a causal mask over one document, and `guessed_loops` names it.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+,? ?)+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# How JAX names what a checkpoint's backward pass repeats.
+REMATERIALISED = "rematted_computation"
+# Instructions that name a value and move nothing.
+FREE = (
+    "parameter constant tuple get-tuple-element bitcast after-all opt-barrier "
+    "optimization-barrier partition-id replica-id add-dependency".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """One array: XLA's name of its element type, and its dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    host: bool = False  # in the host's memory
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes, without padding."""
+        return math.prod(self.dims) * bits(self.dtype) // 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of HLO."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]  # leaves of its (perhaps nested) tuple, in order
+    operands: tuple[str, ...]
+    literal: str  # what stands in the parentheses of a constant or parameter
+    attributes: str
+    is_root: bool
+
+    @property
+    def op_name(self) -> str:
+        """Where JAX made it: `jit(step)/jvp()/while/body/dot_general`; "" if XLA did."""
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it calls; for a while loop its condition and its body."""
+        return tuple(
+            name for group in _CALLED.findall(self.attributes) for name in _OPERAND.findall(group)
+        )
+
+    def attribute(self, key: str) -> str:
+        """Text of `key=...`, up to the next space or closing brace; "" without one."""
+        found = re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
+        return found.group(1) if found else ""
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Numbers of `key={1,2}`."""
+        return tuple(int(n) for n in re.findall(r"\d+", self.attribute(key)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that it returns."""
+        return sum(shape.bytes for shape in self.shapes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computation:
+    """Instructions by name, in the order in which they are issued."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of its parameters, in order."""
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return tuple(i.name for i in sorted(found, key=lambda i: int(i.literal)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A parsed program of one device."""
+
+    computations: dict[str, Computation] = dataclasses.field(repr=False)
+    entry: str
+    devices: int
+
+    @functools.cached_property
+    def sites(self) -> dict[str, tuple[str, Instruction]]:
+        """For each called computation, a computation and an instruction that calls it."""
+        return {
+            callee: (computation.name, instruction)
+            for computation in self.computations.values()
+            for instruction in computation.instructions.values()
+            for callee in instruction.called
+        }
+
+
+def bits(dtype: str) -> int:
+    """Bits of one element, from XLA's name of the type: 8 of "f8e4m3fn", 4 of "s4"."""
+    if dtype in BITS:
+        return BITS[dtype]
+    if not (found := re.match(r"[a-z]+(\d+)", dtype)):
+        raise ValueError(f"unknown element type {dtype!r}")
+    return int(found.group(1))
+
+
+def _close(text: str, start: int) -> int:
+    """Index just after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        if text[i] == "(":
+            depth += 1
+        elif text[i] == ")":
+            depth -= 1
+            if depth == 0:
+                return i + 1
+    raise ValueError(f"unbalanced parentheses in HLO line: {text[:80]}")
+
+
+def _instruction(line: str) -> Instruction | None:
+    if not (head := _NAME.match(line)):
+        return None
+    start = head.end()
+    end = _close(line, start) if line[start] == "(" else line.index(" ", start)
+    arguments = line.index("(", end)
+    stop = _close(line, arguments)
+    inside = line[arguments + 1 : stop - 1]
+    shapes = tuple(
+        Shape(dtype, tuple(int(d) for d in re.findall(r"\d+", dims)), "S(5)" in layout)
+        for dtype, dims, layout in _SHAPE.findall(line[start:end])
+    )
+    opcode = line[end:arguments].strip()
+    named = opcode in ("constant", "parameter")
+    return Instruction(
+        name=head.group(2),
+        opcode=opcode,
+        shapes=shapes,
+        operands=() if named else tuple(_OPERAND.findall(inside)),
+        literal=inside if named else "",
+        attributes=line[stop:],
+        is_root=bool(head.group(1)),
+    )
+
+
+def parse(text: str) -> Module:
+    """Parses optimised HLO text.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Returns:
+      The computations of the program; those that are scheduled, in schedule order.
+
+    Raises:
+      ValueError: the text has no entry computation.
+
+    Example:
+      >>> module = parse('''ENTRY %main (x: f32[2,3]) -> f32[2,3] {
+      ...   %x = f32[2,3]{1,0} parameter(0)
+      ...   ROOT %y = f32[2,3]{1,0} negate(%x)
+      ... }''')
+      >>> module.computations["main"].root.shapes[0].bytes
+      24
+    """
+    computations, entry = {}, ""
+    name, body = "", {}
+    for line in text.splitlines():
+        if name and line.startswith("}"):
+            root = next(i for i in body.values() if i.is_root)
+            computations[name] = Computation(name, body, root)
+            name, body = "", {}
+        elif name:
+            if instruction := _instruction(line):
+                body[instruction.name] = instruction
+        elif head := _HEADER.match(line):
+            name = head.group(2)
+            entry = name if head.group(1) else entry
+    if not entry:
+        raise ValueError("no entry computation in the text: it is not optimised HLO")
+    partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Module(computations, entry, int(partitions.group(1)) if partitions else 1)
+
+
+def while_parts(module: Module, loop: Instruction) -> tuple[Computation, Computation]:
+    """Condition and body of a while loop."""
+    condition = loop.attribute("condition").lstrip("%")
+    body = loop.attribute("body").lstrip("%")
+    return module.computations[condition], module.computations[body]
+
+
+def element(computation: Computation, name: str) -> int | None:
+    """Which element of a loop's state `name` is, seen through bitcasts and copies."""
+    node = computation.instructions[name]
+    while node.opcode in ("bitcast", "copy"):
+        node = computation.instructions[node.operands[0]]
+    if node.opcode != "get-tuple-element":
+        return None
+    of = computation.instructions[node.operands[0]]
+    return int(node.attribute("index")) if of.opcode == "parameter" else None
+
+
+def carried_unchanged(body: Computation, index: int) -> bool:
+    """Whether a loop passes element `index` of its state through untouched."""
+    if body.root.opcode != "tuple":
+        return False
+    return element(body, body.root.operands[index]) == index
+
+
+def _counter(condition: Computation, body: Computation) -> int | None:
+    """The element of the state that the condition compares and the body changes."""
+    for name in condition.root.operands:
+        index = element(condition, name)
+        if index is not None and not carried_unchanged(body, index):
+            return index
+    return None
+
+
+def sources(computation: Computation, name: str) -> set[str]:
+    """Parameters and tuple elements that a value is computed from."""
+    seen, todo = set(), [name]
+    while todo:
+        node = computation.instructions[todo.pop()]
+        if node.name not in seen:
+            seen.add(node.name)
+            todo += [] if node.opcode == "get-tuple-element" else node.operands
+    return seen
+
+
+def _slices(module: Module, body: Computation) -> Iterator[tuple[Shape, Shape, set[int | None]]]:
+    """(array, slice, elements of the state that place it) of a body's dynamic slices."""
+    for outer in body.instructions.values():
+        if outer.opcode == "dynamic-slice":
+            array = body.instructions[outer.operands[0]].shapes[0]
+            yield array, outer.shapes[0], {element(body, name) for name in outer.operands[1:]}
+        elif outer.opcode.removesuffix("-start") == "fusion":
+            inner = module.computations[outer.called[0]]
+            operand = dict(zip(inner.parameters, outer.operands))
+            for node in inner.instructions.values():
+                if node.opcode == "dynamic-slice":
+                    array = inner.instructions[node.operands[0]].shapes[0]
+                    read = set().union(*(sources(inner, name) for name in node.operands[1:]))
+                    places = {element(body, operand[name]) for name in read if name in operand}
+                    yield array, node.shapes[0], places
+
+
+def trips(module: Module, loop: Instruction) -> tuple[float, bool]:
+    """How often a while loop's body runs, and whether the program fixes that number."""
+    if found := _TRIPS.search(loop.attributes):
+        return float(found.group(1)), True
+    condition, body = while_parts(module, loop)
+    counter = _counter(condition, body)
+    most = max(
+        (
+            max(n // k for n, k in zip(array.dims, piece.dims))
+            for array, piece, elements in _slices(module, body)
+            if counter in elements and piece.dims and 0 not in piece.dims
+        ),
+        default=1,
+    )
+    return (most + 1) / 2, False
+
+
+def guessed_loops(module: Module) -> tuple[str, ...]:
+    """Loops whose number of turns the program decides as it runs: see `trips`."""
+    return tuple(
+        f"{node.op_name or node.name} (taken as {trips(module, node)[0]:g} turns)"
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode == "while" and not trips(module, node)[1]
+    )
+
+
+def _family(dtype: str) -> str:
+    return "fp8" if dtype.startswith("f8") else dtype
+
+
+def operand_type(computation: Computation, node: Instruction) -> str:
+    """Type that a matmul (or kernel) reads, the wider of its two operands': "fp8", "bf16"."""
+    operands = node.operands[: 1 if is_kernel(node) else 2]
+    types = [computation.instructions[o].shapes[0].dtype for o in operands]
+    return _family(max(types, key=bits, default=""))
+
+
+def is_kernel(node: Instruction) -> bool:
+    """Whether an instruction launches a Pallas kernel."""
+    return node.opcode == "custom-call" and "mosaic" in node.attribute("custom_call_target")
+
+
+def kernel_cost(node: Instruction) -> tuple[float, float] | None:
+    """(FLOP, bytes) that a Pallas kernel's `cost_estimate` states, if it has one."""
+    found = re.search(r"cost_estimate_json\W*?(\{[^}]*\})", node.attributes)
+    if not (found and is_kernel(node)):
+        return None
+    estimate = json.loads(re.sub(r'\\(22|")', '"', found.group(1)))
+    return float(estimate["flops"]), float(estimate["bytes_accessed"])
+
+
+def unpriced(module: Module) -> tuple[str, ...]:
+    """Custom calls that are no matmul and state no cost, by target and origin."""
+    return tuple(
+        f"{node.attribute('custom_call_target')} {node.op_name or node.name}"
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode == "custom-call"
+        and not (is_matmul(node) or kernel_cost(node) or "AllocateBuffer" in node.attributes)
+    )
+
+
+def is_matmul(node: Instruction) -> bool:
+    """Whether an instruction is a dot or a call of a matmul library."""
+    if node.opcode == "custom-call":
+        return bool(re.search(r"__cublas|__triton_gemm", node.attribute("custom_call_target")))
+    return node.opcode in ("dot", "scaled-dot")
+
+
+def flops(computation: Computation, node: Instruction) -> float:
+    """FLOP of a dot or of a call of a matmul library; 0 of anything else."""
+    if cost := kernel_cost(node):
+        return cost[0]
+    if not is_matmul(node):
+        return 0.0
+    if node.opcode == "custom-call":
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', node.attributes)
+        contracting = re.findall(r"\d+", found.group(1)) if found else []
+    else:
+        contracting = node.integers("lhs_contracting_dims")
+    lhs = computation.instructions[node.operands[0]].shapes[0]
+    return 2.0 * math.prod(node.shapes[0].dims) * math.prod(lhs.dims[int(d)] for d in contracting)
+
+
+def branch(module: Module, node: Instruction) -> str:
+    """The branch of a conditional with the most work: a branch not taken costs nothing."""
+
+    def work(name: str) -> float:
+        computation = module.computations[name]
+        own = sum(flops(computation, i) for i in computation.instructions.values())
+        return own + sum(work(c) for i in computation.instructions.values() for c in i.called)
+
+    return max(node.called, key=work)
+
+
+def executions(module: Module) -> dict[tuple[str, bool], float]:
+    """How often each computation runs in one step, apart for what rematerialisation repeats.
+
+    A loop's body counts by `trips`, a conditional by its costliest branch. A loop that is
+    repeated runs a body whose own names may be those of its first run (JAX lowers a function
+    once), so repetition is a matter of the caller.
+
+    Returns:
+      Executions by (name of the computation, whether a rematerialised instruction calls it);
+      fused computations included.
+    """
+    counts: dict[tuple[str, bool], float] = defaultdict(float)
+
+    def visit(name: str, times: float, again: bool) -> None:
+        counts[name, again] += times
+        for node in module.computations[name].instructions.values():
+            if not node.called:
+                continue
+            # What is fused keeps names of its own.
+            inside = again or ("fusion" not in node.opcode and REMATERIALISED in node.op_name)
+            if node.opcode == "while":
+                condition, body = while_parts(module, node)
+                turns = trips(module, node)[0]
+                visit(condition.name, times * (turns + 1), inside)
+                visit(body.name, times * turns, inside)
+            elif node.opcode == "conditional":
+                visit(branch(module, node), times, inside)
+            else:
+                for callee in node.called:
+                    visit(callee, times, inside)
+
+    visit(module.entry, 1.0, False)
+    return dict(counts)

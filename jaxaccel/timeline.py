@@ -1,0 +1,383 @@
+"""A *modelled* step: two streams, a roofline for each kernel, a ring for each collective.
+
+XLA's schedule says in which order kernels are issued and between which two of them a transfer
+may run; it does not say how long anything takes. Here each kernel takes the longer of its
+FLOP over the tensor cores' rate for its operand type and its bytes over the memory bandwidth;
+each collective takes its bytes over the link's bandwidth, times the factor of a ring
+((n - 1) / n; twice that for an all-reduce). Rates are the data sheet's, scaled by the
+efficiencies that `CostModel` states and a reader may change; no GPU was asked.
+
+Kernels run one after the other on the compute stream, collectives one after the other on the
+communication stream. `x-start` puts a transfer on the second stream once all that was issued
+before it is through; `x-done` makes the first stream wait. Time in which the compute stream
+waits is exposed communication; a collective without start and done is exposed whole. A loop's
+body is played once and counted by its trips (transfers do not cross from one turn to the next).
+
+Left out: contention of a transfer for memory bandwidth and SMs, which makes overlapped kernels
+slower; caches; kernels side by side. Better would be measured kernel times; see XLA's own
+estimator (`xla_gpu_enable_analytical_sol_latency_estimator`), which schedules with a table of
+those.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import defaultdict
+from typing import Literal
+
+from jaxaccel import hlo
+from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
+from pallas_kernels.target import Target
+
+HOST_COPY = "host-copy"  # between device and host memory: what `offload` moves
+
+# A loop with transfers is drawn turn by turn, up to this many.
+_TURNS_DRAWN = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Rates that the model divides by, and what it assumes to be attained of them."""
+
+    target: Target  # whose GPU's data-sheet figures are the rates
+    matmul_efficiency: float = 0.7  # what large matmuls reach of the data sheet's dense rate
+    memory_efficiency: float = 0.85  # what a long copy reaches of the memory bandwidth
+    link_efficiency: float = 0.8  # what large ring collectives reach of the link
+    collective_latency: float = 10e-6  # seconds, each
+    kernel_latency: float = 2e-6  # seconds; no kernel is shorter
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of a matmul with these operands; float32 runs as TF32, JAX's default."""
+        gpu = self.target.gpu
+        rates = {"fp8": gpu.fp8_flops, "f32": gpu.tf32_flops}
+        return (rates.get(dtype) or gpu.bf16_flops) * self.matmul_efficiency
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of one stream, for a picture."""
+
+    stream: Literal["compute", "communication"]
+    start: float  # seconds from the start of the step
+    duration: float
+    name: str
+    exposed: bool  # communication that the compute stream waits for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+    """All executions of one kind of collective on one device."""
+
+    kind: str
+    bytes: float  # of the whole array: gathered, reduced or exchanged
+    count: float
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of its time in which the compute stream works."""
+        return 1 - self.exposed_seconds / self.seconds if self.seconds else 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step (or one turn of a loop) of one device, *modelled*."""
+
+    seconds: float
+    transfers: tuple[Transfer, ...]  # one of each kind
+    segments: tuple[Segment, ...]
+    exposed_seconds: float  # in which the compute stream waits for a transfer
+
+    @property
+    def exposed_fraction(self) -> float:
+        """Share of the step in which the compute stream waits."""
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0
+
+
+def _through_views(inner: Computation, name: str) -> list[Instruction]:
+    """Readers of a value, bitcasts skipped."""
+    found = []
+    for node in inner.instructions.values():
+        if name in node.operands:
+            found += _through_views(inner, node.name) if node.opcode == "bitcast" else [node]
+    return found
+
+
+def _fused_bytes(module: Module, node: Instruction) -> float:
+    """Bytes that a fusion moves: of what it slices only the slice, in place only the update."""
+    inner = module.computations[node.called[0]]
+    total = 0.0
+    for name in inner.parameters:
+        readers = _through_views(inner, name)
+        whole = inner.instructions[name].bytes
+        part = 0.0
+        for reader in readers:
+            first = inner.instructions[reader.operands[0]]
+            sliced = first.name == name or first.opcode == "bitcast"
+            if reader.opcode in ("dynamic-slice", "slice", "gather") and sliced:
+                part += reader.bytes
+            elif reader.opcode not in ("dynamic-update-slice", "scatter") or not sliced:
+                part += whole
+        total += min(part, whole)
+    roots = [inner.root]
+    if inner.root.opcode == "tuple":
+        roots = [inner.instructions[name] for name in inner.root.operands]
+    for root in roots:
+        while root.opcode == "bitcast":
+            root = inner.instructions[root.operands[0]]
+        update = {"dynamic-update-slice": 1, "scatter": 2}.get(root.opcode)
+        total += inner.instructions[root.operands[update]].bytes if update else root.bytes
+    return total
+
+
+def _bytes(module: Module, where: Computation, node: Instruction) -> float:
+    """Bytes of device memory that an instruction reads and writes."""
+    if cost := hlo.kernel_cost(node):
+        return cost[1]
+    base = node.opcode.removesuffix("-start")
+    if base == "fusion":
+        return _fused_bytes(module, node)
+    if base in ("dynamic-slice", "slice", "gather"):
+        return 2.0 * node.shapes[-1 if base != node.opcode else 0].bytes
+    if base in ("dynamic-update-slice", "scatter"):
+        return 2.0 * where.instructions[node.operands[1 if base != "scatter" else 2]].bytes
+    written = node.shapes[0].bytes if hlo.is_matmul(node) else node.bytes
+    return written + sum(where.instructions[o].bytes for o in node.operands)
+
+
+def kernel_seconds(
+    module: Module, where: Computation, node: Instruction, model: CostModel
+) -> float:
+    """Modelled time of one instruction that computes: the longer of arithmetic and memory."""
+    inner = module.computations[node.called[0]] if "fusion" in node.opcode else where
+    nodes = inner.instructions.values() if inner is not where else (node,)
+    arithmetic = sum(
+        hlo.flops(inner, n) / model.matmul_rate(hlo.operand_type(inner, n))
+        for n in nodes
+        if hlo.flops(inner, n)
+    )
+    memory = (
+        _bytes(module, where, node) / model.target.gpu.memory_bandwidth / model.memory_efficiency
+    )
+    return max(arithmetic, memory, model.kernel_latency)
+
+
+def group(node: Instruction, devices: int) -> tuple[int, ...]:
+    """Devices of the first group of a collective, as positions in the mesh.
+
+    Args:
+      node: a collective.
+      devices: of the whole program.
+
+    Returns:
+      Positions; of a permutation the two ends of its longest hop.
+
+    Raises:
+      ValueError: the groups are written in a way unknown here.
+
+    Example:
+      >>> line = "ENTRY %e (x: f32[4]) -> f32[4] {\\n  %x = f32[4]{0} parameter(0)\\n  ROOT %r ="
+      >>> line += " f32[4]{0} all-reduce(%x), replica_groups=[2,4]<=[4,2]T(1,0)\\n}"
+      >>> group(hlo.parse(line).computations["e"].root, 8)
+      (0, 2, 4, 6)
+    """
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", node.attributes):
+        hops = [tuple(map(int, p)) for p in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
+        return max(hops, key=lambda hop: abs(hop[0] - hop[1]), default=(0,))
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", node.attributes):
+        return tuple(map(int, found.group(1).split(",")))
+    if (
+        re.search(r"replica_groups=\{\}", node.attributes)
+        or "replica_groups" not in node.attributes
+    ):
+        return tuple(range(devices))
+    if found := re.search(
+        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", node.attributes
+    ):
+        dims = [int(d) for d in found.group(2).split(",")]
+        order = [int(d) for d in (found.group(3) or "").split(",") if d] or list(range(len(dims)))
+        strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+        place = lambda i: sum(
+            i // math.prod(dims[k] for k in order[n + 1 :]) % dims[d] * strides[d]
+            for n, d in enumerate(order)
+        )
+        return tuple(place(i) for i in range(int(found.group(1))))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", node.attributes):
+        axes = [(a, int(n)) for a, n in re.findall(r"'([^']*)'=(\d+)", found.group(1))]
+        chosen = re.findall(r"'([^']*)'", found.group(2))
+        ids, stride = [0], 1
+        for axis, size in reversed(axes):
+            if axis in chosen:
+                ids = [i + k * stride for k in range(size) for i in ids]
+            stride *= size
+        return tuple(sorted(ids))
+    raise ValueError(f"cannot read the replica groups of {node.name}: {node.attributes[:120]}")
+
+
+def _transfer(
+    module: Module, where: Computation, node: Instruction, kind: str, model: CostModel
+) -> tuple[float, float]:
+    """(bytes of the whole array, seconds) of one execution of a transfer."""
+    if kind == HOST_COPY:
+        moved = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
+        return moved, moved / (
+            model.target.gpu.pcie_bandwidth * model.link_efficiency
+        ) + model.kernel_latency
+    members = group(node, module.devices)
+    n = len(members)
+    received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
+    if len(node.shapes) == len(node.operands):
+        received = node.shapes  # an all-reduce's start returns its results alone
+    payload = max(
+        sum(where.instructions[o].bytes for o in node.operands), sum(s.bytes for s in received)
+    )
+    per_node = max(
+        sum(m // model.target.gpus_per_node == k for m in members)
+        for k in {m // model.target.gpus_per_node for m in members}
+    )
+    # A ring over several nodes enters and leaves each node once on every GPU's own adapter.
+    link = model.target.gpu.nvlink_bandwidth
+    if per_node < n:
+        link = min(link, model.target.gpu.network_bandwidth * per_node)
+    factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+    wire = payload * factor.get(kind, (n - 1) / n)
+    seconds = wire / (link * model.link_efficiency)
+    return payload, seconds + model.collective_latency if n > 1 else 0.0
+
+
+def _crosses(
+    module: Module, where: Computation, node: Instruction
+) -> tuple[str, Instruction, Computation] | None:
+    """(kind, the transfer, where it stands) if an instruction is one, perhaps wrapped."""
+    base = node.opcode.removesuffix("-start")
+    if base in COLLECTIVES:
+        return base, node, where
+    if base in ("fusion", "async") and node.called:
+        inner = module.computations[node.called[0]]
+        for each in inner.instructions.values():
+            if each.opcode in COLLECTIVES:
+                return each.opcode, each, inner
+    if base in ("fusion", "copy"):
+        touched = [*node.shapes, *(s for o in node.operands for s in where.instructions[o].shapes)]
+        if any(shape.host for shape in touched):
+            return HOST_COPY, node, where
+    return None
+
+
+def _merge(parts: list[tuple[Transfer, float]]) -> tuple[Transfer, ...]:
+    """Sums transfers by kind, each multiplied by how often it ran."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for t, times in parts:
+        values = (t.bytes, t.count, t.seconds, t.exposed_seconds)
+        sums[t.kind] = [a + times * b for a, b in zip(sums[t.kind], values)]
+    return tuple(Transfer(kind, *values) for kind, values in sorted(sums.items()))
+
+
+def _split(
+    start: float, end: float, idle: list[tuple[float, float]]
+) -> list[tuple[float, float, bool]]:
+    """Cuts a transfer where the compute stream begins or stops to wait."""
+    pieces, at = [], start
+    for a, b in idle:
+        a, b = max(a, start), min(b, end)
+        if a < b:
+            pieces += [(at, a, False)] if at < a else []
+            pieces.append((a, b, True))
+            at = b
+    return pieces + ([(at, end, False)] if at < end else [])
+
+
+def simulate(module: Module, model: CostModel) -> Timeline:
+    """Plays the schedule of one device against a cost model (*modelled*).
+
+    Args:
+      module: a scheduled program, from `hlo.parse`.
+      model: rates and efficiencies.
+
+    Returns:
+      Step time, collectives by kind with what is exposed of them, and both streams as
+      segments. A loop without collectives is one segment.
+
+    Raises:
+      ValueError: a collective's groups cannot be read.
+    """
+
+    @functools.cache
+    def play(name: str) -> Timeline:
+        where = module.computations[name]
+        now = 0.0
+        free = {True: 0.0, False: 0.0}  # when the wire to the host, and to other GPUs, is free
+        running: dict[str, tuple[str, float, float, float, str]] = {}
+        through: list[tuple[str, float, float, float, str]] = []
+        idle: list[tuple[float, float]] = []
+        segments: list[Segment] = []
+        nested: list[tuple[Transfer, float]] = []
+        waited = 0.0
+
+        def compute(seconds: float, label: str) -> None:
+            nonlocal now
+            segments.append(Segment("compute", now, seconds, label, False))
+            now += seconds
+
+        def include(part: Timeline, times: float, label: str) -> None:
+            nonlocal now, waited
+            nested.extend((t, times) for t in part.transfers)
+            waited += part.exposed_seconds * times
+            if not part.transfers:
+                if part.seconds:
+                    compute(part.seconds * times, label)
+                return
+            for turn in range(min(round(times), _TURNS_DRAWN)):
+                segments.extend(
+                    dataclasses.replace(s, start=s.start + now + turn * part.seconds)
+                    for s in part.segments
+                )
+            now += part.seconds * times
+
+        for node in where.instructions.values():
+            label = node.op_name or node.name
+            if (
+                node.opcode in FREE
+                or "AllocateBuffer" in node.attributes
+                or (node.opcode.endswith("-done") and node.operands[0] not in running)
+            ):
+                continue
+            if node.opcode.endswith("-done"):
+                event = running.pop(node.operands[0])
+                if event[3] > now:
+                    idle.append((now, event[3]))
+                    now = event[3]
+            elif node.opcode == "while":
+                body = hlo.while_parts(module, node)[1]
+                include(play(body.name), hlo.trips(module, node)[0], label)
+            elif node.opcode == "conditional":
+                include(play(hlo.branch(module, node)), 1, label)
+            elif found := _crosses(module, where, node):
+                kind, inner, there = found
+                payload, seconds = _transfer(module, there, inner, kind, model)
+                begin = max(now, free[kind == HOST_COPY])
+                end = free[kind == HOST_COPY] = begin + seconds
+                event = (kind, payload, begin, end, label)
+                through.append(event)
+                waits = '"is_sync":true' in node.attributes or not node.opcode.endswith("-start")
+                if waits:
+                    idle.append((now, end))
+                    now = end
+                else:
+                    running[node.name] = event
+            elif node.opcode in ("call", "async-start"):
+                include(play(node.called[0]), 1, label)
+            else:
+                compute(kernel_seconds(module, where, node, model), label)
+        for kind, payload, begin, end, label in through:
+            pieces = _split(begin, end, idle)
+            exposed = sum(b - a for a, b, waits in pieces if waits)
+            nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
+            segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
+        waited += sum(b - a for a, b in idle)
+        in_order = tuple(sorted(segments, key=lambda s: s.start))
+        return Timeline(now, _merge(nested), in_order, waited)
+
+    return play(module.entry)
