@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, Literal
 
 from experiments.data import DataConfig
+from experiments.errors import UserError
 from jaxaccel.nn import DecoderConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
-from jaxaccel.remat import Policy
 from jaxaccel.train_step import StepConfig
 
 
@@ -33,8 +33,11 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of activations and matmuls; parameters are float32. auto: bfloat16 on GPU, float32 on CPU."""
-    remat: Policy = "selective"
-    """What the backward pass recomputes: nothing, all but matmuls, or whole layers."""
+    remat: str = "selective"
+    """What the backward pass recomputes, from least to most: none, attention, selective, full,
+    sqrt; also offload, names:NAME,NAME@host, or auto: the least that fits the budget."""
+    budget_gib: float | None = None
+    """Memory of one device for --remat auto; without: all of the GPU's."""
     clip_norm: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it."""
     z_loss: float = 0.0
@@ -69,9 +72,28 @@ class TrainConfig:
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed.
 CARRYING_OUT = frozenset(
-    "run_dir steps micro_batches remat mesh log_every eval_every save_every eval_batches keep "
-    "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
+    "run_dir steps micro_batches remat budget_gib mesh log_every eval_every save_every "
+    "eval_batches keep max_skipped resume time_limit profile tensorboard wandb_project "
+    "sample_prompt dry_run".split()
 )
+
+
+def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
+    """Refuses numbers that cannot work, saying which could."""
+    for field in ("steps", "sequence", "log_every", "eval_every", "save_every", "eval_batches",
+                  "micro_batches", "keep", "max_skipped"):  # fmt: skip
+        if getattr(config, field) < 1:
+            name = field.replace("_", "-")
+            raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
+    shards = sizes["data"] * sizes["fsdp"]
+    unit = shards * config.micro_batches
+    below = config.batch // unit
+    if config.batch < 1 or config.batch % unit:
+        raise UserError(
+            f"--batch {config.batch} does not divide by {shards} devices x {config.micro_batches} "
+            f"micro-batches; legal are multiples of {unit}, say "
+            f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
+        )
 
 
 def step_config(config: TrainConfig) -> StepConfig:

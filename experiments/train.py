@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
-from experiments.config import TrainConfig, step_config
+from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
@@ -228,24 +228,6 @@ def train(name: str, config: TrainConfig) -> int:
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
     )
     return 0
-
-
-def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
-    """Refuses numbers that cannot work, saying which could."""
-    for field in ("steps", "sequence", "log_every", "eval_every", "save_every", "eval_batches",
-                  "micro_batches", "keep", "max_skipped"):  # fmt: skip
-        if getattr(config, field) < 1:
-            name = field.replace("_", "-")
-            raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
-    shards = sizes["data"] * sizes["fsdp"]
-    unit = shards * config.micro_batches
-    below = config.batch // unit
-    if config.batch < 1 or config.batch % unit:
-        raise UserError(
-            f"--batch {config.batch} does not divide by {shards} devices x {config.micro_batches} "
-            f"micro-batches; legal are multiples of {unit}, say "
-            f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
-        )
 
 
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:

@@ -1,0 +1,260 @@
+"""What a training run needs and does on GPUs: `python -m experiments.plan [CONFIG] [options]`.
+
+    python -m experiments.plan llama-8b --target h200x8
+    python -m experiments.plan llama-1b3 --target h200 --batch 4 --remat auto --budget-gib 30
+
+Takes the options of `experiments.train`, compiles the same training step for GPUs that need
+not be here, and reads the program. Sizes and counts are *compiled*, times are *modelled*,
+nothing is measured. Needs the extra `target`.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from experiments import cli, configs
+from experiments.config import TrainConfig, check_options, step_config
+from experiments.errors import UserError, user_errors
+from experiments.plan_plot import draw
+from jaxaccel import optim, plan, sharding, target
+from jaxaccel.budget import GIB, Fit, fit_remat
+from jaxaccel.memory import sharded_bytes
+from jaxaccel.nn import flops_per_token
+from jaxaccel.plan import Analysis, Report
+from jaxaccel.target import MissingExtra, Target
+from jaxaccel.timeline import CostModel
+from jaxaccel.train_step import BATCH_KEYS, TrainStep, make_train_step
+
+PROG = "python -m experiments.plan"
+POLICIES_DRAWN = ("none", "selective", "full", "sqrt")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    """A training run, planned for GPUs that need not be here."""
+
+    target: str = "h200"
+    """GPU, GPUxCOUNT or GPUxNODESxGPUS: a100, h100, h200, b200."""
+    json: bool = False
+    """Print one JSON object."""
+    plot: str = ""
+    """Draw memory by policy and the modelled timeline into this file."""
+    advice: bool = True
+    """Compile what could help as well, for its predicted saving."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A training step compiled for a target, and what it was made from."""
+
+    config: TrainConfig
+    on: Target
+    step: TrainStep
+    program: jax.stages.Compiled
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of one device, *compiled*."""
+        return plan.peak_bytes(self.program)
+
+    def analyse(self, name: str) -> Analysis:
+        """Reads the program; `name` is the config's."""
+        state, config = self.step.abstract_state, self.config
+        tokens = config.batch * config.sequence
+        return plan.analyse(
+            self.program,
+            state.params,
+            state.opt_state,
+            CostModel(self.on),
+            config=name,
+            model_flops=flops_per_token(config.model, config.sequence) * tokens,
+        )
+
+
+def build_step(config: TrainConfig, on: Target) -> TrainStep:
+    """The training step of `config` on the target's mesh, not compiled yet.
+
+    Raises:
+      UserError: mesh, batch and model do not fit the target or one another, or the extra
+        `target` is not installed.
+    """
+    try:
+        with user_errors():
+            sizes = sharding.parse_mesh(config.mesh, on.count)
+            check_options(config, sizes)
+            optimizer = optim.adamw(config.optimizer, config.steps)
+            return make_train_step(config.model, optimizer, step_config(config), on.mesh(sizes))
+    except MissingExtra as error:
+        raise UserError(str(error)) from error
+
+
+def compile_step(config: TrainConfig, on: Target) -> Compiled:
+    """Compiles the training step of `config` for GPUs, without having them.
+
+    Args:
+      config: a run's options, precision resolved.
+      on: the GPUs.
+
+    Raises:
+      UserError: as `build_step`.
+    """
+    step = build_step(config, on)
+    shape = (config.batch, config.sequence)
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=step.batch_sharding)
+    with user_errors():
+        program = on.compile(step.step, step.abstract_state, dict.fromkeys(BATCH_KEYS, rows))
+    return Compiled(config, on, step, program)
+
+
+def check_budget(config: TrainConfig, on: Target, limit: float) -> None:
+    """Refuses a budget in bytes below what no rematerialisation can lower."""
+    step = build_step(dataclasses.replace(config, remat="none"), on)
+    floor = sharded_bytes(step.abstract_state)
+    if limit < floor:
+        raise UserError(
+            f"a budget of {limit / GIB:.2f} GiB is below the {floor / GIB:.2f} GiB of parameters "
+            "and optimizer state on each device, which rematerialisation cannot lower; more "
+            "devices on the mesh's fsdp axis can"
+        )
+
+
+def fit(config: TrainConfig, on: Target) -> Fit:
+    """The policy that repeats least and fits the budget, or else the GPU's memory."""
+    limit = on.gpu.visible_bytes if config.budget_gib is None else config.budget_gib * GIB
+    check_budget(config, on, limit)
+    under = lambda policy: compile_step(dataclasses.replace(config, remat=policy), on)
+    with user_errors():
+        return fit_remat(lambda policy: under(policy).peak_bytes, limit)
+
+
+WHY = {
+    "activations": "activations dominate memory",
+    "static": "parameters, gradients and optimizer state dominate memory",
+    "batch": "a device holds a single sequence",
+    "waiting": "the modelled step waits for collectives",
+}
+
+
+def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
+    """What could help, each with the saving that a second compile predicts."""
+    config, report, lines = made.config, analysis.report, []
+    shards = made.step.batch_sharding.mesh.shape
+    rows = config.batch // (shards["data"] * shards["fsdp"] * config.micro_batches)
+    changes = {"activations": [], "static": [], "waiting": [], "batch": []}
+    if config.remat in ("none", "attention"):
+        changes["activations"].append(("--remat selective", {"remat": "selective"}))
+    elif config.remat != "full":
+        changes["activations"].append(("--remat full", {"remat": "full"}))
+    if rows > 1 and rows % 2 == 0:
+        micro = 2 * config.micro_batches
+        changes["activations"].append((f"--micro-batches {micro}", {"micro_batches": micro}))
+    if config.precision == "float32":
+        changes["static"].append(("--precision bfloat16", {"precision": "bfloat16"}))
+    for bottleneck in plan.bottlenecks(report, rows):
+        tried = [
+            (text, compile_step(dataclasses.replace(config, **change), made.on).peak_bytes)
+            for text, change in changes[bottleneck][:2]
+        ]
+        tools = ", ".join(plan.TOOLS[bottleneck])
+        lines.append(f"{WHY[bottleneck]}: {tools}")
+        lines += [
+            f"{text}: compiled peak {peak / GIB:.2f} GiB instead of "
+            f"{report.peak_gib:.2f} ({peak / GIB - report.peak_gib:+.2f})"
+            for text, peak in tried
+        ]
+    return tuple(lines)
+
+
+def table(report: Report, analysis: Analysis) -> str:
+    """The report for people."""
+    r = report
+    rest = r.temporaries_gib - r.activations_gib - r.gradients_gib
+    lines = [
+        f"{r.config} on {r.target}, each device (compiled):",
+        f"  peak memory      {r.peak_gib:9.2f} GiB",
+        f"  parameters       {r.parameters_gib:9.2f}",
+        f"  optimizer        {r.optimizer_gib:9.2f}",
+        f"  temporaries      {r.temporaries_gib:9.2f}   of these:",
+        f"    activations    {r.activations_gib:9.2f}",
+        f"    gradients      {r.gradients_gib:9.2f}",
+        f"    other          {rest:9.2f}",
+        f"  dominant: {r.dominant}",
+        "  matmuls: " + ", ".join(f"{k} {v:,.0f}" for k, v in r.matmuls.items() if v),
+        f"  recomputed: {r.recompute_flops_fraction:.1%} of matmul FLOP beyond the others",
+    ]
+    for c in r.collectives:
+        lines.append(
+            f"  {c.kind}: {c.count:,.0f}, {c.bytes / GIB:.2f} GiB, "
+            f"{c.hidden_fraction:.0%} hidden (modelled)"
+        )
+    lines.append(
+        f"modelled (data-sheet rates, see jaxaccel.timeline): step {r.modelled_step_ms:,.1f} ms, "
+        f"MFU {r.modelled_mfu:.1%}, exposed communication {r.exposed_fraction:.1%}"
+    )
+    for title, names in (
+        ("XLA repeats on its own to fit", analysis.xla_remats),
+        ("loops whose trips the program does not fix", analysis.guessed_loops),
+        ("kernels of unknown FLOP", analysis.unpriced),
+    ):
+        if names:
+            lines.append(f"note: {title}: {', '.join(names[:5])}")
+    return "\n".join([*lines, *(f"advice: {line}" for line in r.advice)])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the command line and prints the plan."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = args.pop(0) if args and not args[0].startswith("-") else "tiny"
+
+    def program() -> None:
+        preset = configs.load(name)
+        values = {f.name: getattr(preset, f.name) for f in dataclasses.fields(TrainConfig)}
+        start = PlanConfig(**values)
+        config = cli.parse(PlanConfig, default=start, args=args, prog=f"{PROG} [CONFIG]")
+        report(name, config)
+
+    cli.exit_with(program, PROG)
+
+
+def report(name: str, config: PlanConfig) -> None:
+    """Compiles, reads and prints one plan."""
+    with user_errors():
+        on = target.parse(config.target)
+    if config.precision == "auto":
+        config = dataclasses.replace(config, precision="bfloat16")
+    if config.remat == "auto":
+        found = fit(config, on)
+        for policy, peak in found.tried.items():
+            print(f"tried {policy}: compiled peak {peak / GIB:.2f} GiB", file=sys.stderr)
+        print(f"chosen: --remat {found.policy}", file=sys.stderr)
+        config = dataclasses.replace(config, remat=found.policy)
+    elif config.budget_gib is not None:
+        check_budget(config, on, config.budget_gib * GIB)
+    made = compile_step(config, on)
+    analysis = made.analyse(name)
+    advice = advise(made, analysis) if config.advice else ()
+    result = dataclasses.replace(analysis.report, advice=advice)
+    if config.budget_gib is not None:
+        fits = result.peak_gib <= config.budget_gib
+        print(
+            f"{'fits' if fits else 'does not fit'} the budget of {config.budget_gib} GiB: compiled "
+            f"peak {result.peak_gib:.2f} GiB",
+            file=sys.stderr,
+        )
+    if config.plot:
+        bars = [(f"--remat {config.remat}", analysis.report)]
+        for policy in POLICIES_DRAWN:
+            if policy != config.remat:
+                other = compile_step(dataclasses.replace(config, remat=policy), on)
+                bars.append((policy, other.analyse(name).report))
+        draw(Path(config.plot), bars, analysis.timeline, on.gpu.visible_bytes / GIB)
+        print(f"picture: {config.plot}", file=sys.stderr)
+    print(json.dumps(result.to_json()) if config.json else table(result, analysis))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Two pictures of a plan: memory by policy (compiled), and the step's timeline (modelled)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from jaxaccel.plan import Report
+from jaxaccel.timeline import Timeline
+
+PARTS = {  # of a bar, from below: label and colour
+    "parameters_gib": ("parameters", "#4c72b0"),
+    "optimizer_gib": ("optimizer state", "#8172b3"),
+    "gradients_gib": ("gradients", "#55a868"),
+    "activations_gib": ("activations", "#dd8452"),
+}
+OTHER = ("other temporaries", "#b0b0b0")
+COMPUTE, HIDDEN, EXPOSED = "#4c72b0", "#55a868", "#c44e52"
+
+
+def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, limit_gib: float):
+    """Draws memory per device, a bar for each policy, above the timeline of the plan itself.
+
+    Args:
+      path: of the picture; its ending says which format.
+      bars: a label and the report of each policy.
+      timeline: *modelled*, of the planned step.
+      limit_gib: memory of one device, drawn as a line.
+    """
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    memory, time = figure.subplots(2, 1, height_ratios=(3, 2))
+    report = bars[0][1]
+
+    labels = [label for label, _ in bars]
+    bottom = [0.0] * len(bars)
+    for part, (name, color) in PARTS.items():
+        heights = [getattr(r, part) for _, r in bars]
+        memory.bar(labels, heights, 0.6, bottom=bottom, label=name, color=color)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    rest = [max(0.0, r.peak_gib - below) for (_, r), below in zip(bars, bottom)]
+    memory.bar(labels, rest, 0.6, bottom=bottom, label=OTHER[0], color=OTHER[1])
+    for x, (_, r) in enumerate(bars):
+        text = f"{r.peak_gib:.1f} GiB\n+{r.recompute_flops_fraction:.0%} FLOP"
+        memory.annotate(text, (x, r.peak_gib), ha="center", va="bottom", fontsize=9)
+    memory.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
+    memory.annotate(f"{limit_gib:.0f} GiB: the GPU", (0, limit_gib), va="bottom", fontsize=9)
+    memory.set_ylim(0, 1.15 * max(limit_gib, *(r.peak_gib for _, r in bars)))
+    memory.set_ylabel("GiB a device (compiled)")
+    memory.set_title(f"{report.config} on {report.target}: memory by rematerialisation policy")
+    memory.legend(loc="upper right", fontsize=9)
+
+    rows = {"compute": 1, "communication": 0}
+    for stream, row in rows.items():
+        for exposed in (False, True):
+            color = COMPUTE if stream == "compute" else EXPOSED if exposed else HIDDEN
+            spans = [
+                (1e3 * s.start, 1e3 * s.duration)
+                for s in timeline.segments
+                if s.stream == stream and s.exposed == exposed
+            ]
+            time.broken_barh(spans, (row - 0.35, 0.7), facecolors=color)
+    time.set_yticks(list(rows.values()), list(rows))
+    time.set_ylim(-0.6, 1.6)
+    time.set_xlim(0, 1e3 * timeline.seconds)
+    time.set_xlabel("milliseconds of one step (modelled)")
+    time.set_title(
+        f"modelled step {1e3 * timeline.seconds:.0f} ms; waiting for communication (red) "
+        f"{timeline.exposed_fraction:.1%}, green is hidden behind compute"
+    )
+    figure.savefig(path, dpi=120)
