@@ -12,6 +12,7 @@ import jax
 import tyro
 
 from experiments.errors import UserError
+from jaxaccel import target
 
 
 def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: str) -> T:
@@ -45,6 +46,7 @@ def use_compilation_cache() -> None:
 def exit_with(program: Callable[[], int | None], prog: str) -> None:
     """Runs `program` and exits with its status; a `UserError` is one line and status 2."""
     use_compilation_cache()
+    target.quiet_cpu()
     try:
         status = program()
     except UserError as error:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
+from experiments.allocator import keep_freed_memory
 from experiments.config import TrainConfig
 from experiments.errors import UserError
 from experiments.eval import mean_loss
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     name = args.pop(0) if args and not args[0].startswith("-") else "tiny"
     prog = "python -m experiments.train"
+    keep_freed_memory()
 
     def program() -> int:
         preset = configs.load(name)

@@ -86,7 +86,7 @@ def linear_cross_entropy(
     return LossSums(objective, jax.lax.stop_gradient(nll), count)
 
 
-def chunked(x_BT: Array, chunk: int, fill: int = 0) -> Array:
+def _chunked(x_BT: Array, chunk: int, fill: int = 0) -> Array:
     """[B, T, ...] -> [ceil(T / chunk), B, chunk, ...], the tail filled up.
 
     Cut along positions and not along the batch: the batch is what a mesh shards, and
@@ -117,7 +117,7 @@ def _sums(hidden, head, labels, z_loss, chunk):
         objective = jnp.sum(nll + z_loss * jnp.where(counted, z * z, 0.0))
         return (sums[0] + objective, sums[1] + jnp.sum(nll)), None
 
-    xs = chunked(hidden, chunk), chunked(labels, chunk, IGNORED)
+    xs = _chunked(hidden, chunk), _chunked(labels, chunk, IGNORED)
     return jax.lax.scan(step, (jnp.float32(0), jnp.float32(0)), xs)[0]
 
 
@@ -145,7 +145,7 @@ def _sums_forward(hidden, head, labels, z_loss, chunk):
 
     zero = jnp.float32(0)
     start = (zero, zero, jnp.zeros(head.shape, jnp.float32))
-    xs = chunked(hidden, chunk), chunked(labels, chunk, IGNORED)
+    xs = _chunked(hidden, chunk), _chunked(labels, chunk, IGNORED)
     (objective, nll, d_head), d_h = jax.lax.scan(step, start, xs)
     batch, length, width = hidden.shape
     d_hidden = jnp.moveaxis(d_h, 0, 1).reshape(batch, len(d_h) * chunk, width)

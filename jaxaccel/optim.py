@@ -63,13 +63,32 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(params: PyTree) -> PyTree[bool]:
-    """Which parameters weight decay applies to: kernels, the embedding and the head."""
+    """Which parameters weight decay applies to: kernels, the embedding and the head.
+
+    Args:
+      params: nested dicts, abstract or not.
+
+    Returns:
+      A tree like `params` of booleans, an optax mask.
+
+    Example:
+      >>> decays({"query": {"kernel": 1.0, "bias": 2.0}, "embedding": 3.0})
+      {'embedding': True, 'query': {'bias': False, 'kernel': True}}
+    """
     matrices = ("kernel", "embedding", "head")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
 
 
 def adamw(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """`optax.adamw` with this schedule and decay mask; clipping is the training step's."""
+    """`optax.adamw` with this schedule and decay mask; clipping is the training step's.
+
+    Args:
+      config: its numbers.
+      steps: length of the run, for the schedule.
+
+    Returns:
+      An optax transformation of float32 gradients.
+    """
     inner = optax.adamw(
         schedule(config, steps),
         b1=config.b1,

@@ -44,6 +44,13 @@ class LossScaleConfig:
 def init_loss_scale(dtype: str, config: LossScaleConfig | None = None) -> LossScale:
     """Starting state: `config.initial` for float16, 1 for a dtype that needs no scaling.
 
+    Args:
+      dtype: one of `COMPUTE_DTYPES`.
+      config: where float16 starts.
+
+    Returns:
+      The state, with no finite step behind it.
+
     Example:
       >>> float(init_loss_scale("float16").scale), float(init_loss_scale("bfloat16").scale)
       (32768.0, 1.0)
@@ -80,6 +87,12 @@ def update_loss_scale(
 
 def all_finite(tree: PyTree[Array]) -> Bool[Array, ""]:
     """Whether no array of `tree` holds an infinity or NaN.
+
+    Args:
+      tree: arrays of any dtype.
+
+    Returns:
+      A boolean; true of an empty tree.
 
     Example:
       >>> bool(all_finite({"a": jnp.ones(2), "b": jnp.array(jnp.inf)}))

@@ -72,7 +72,19 @@ def parse_mesh(text: str, devices: int) -> dict[str, int]:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of these sizes over `devices` (all of them by default)."""
+    """A mesh of named axes, whose shardings the compiler fills in (`AxisType.Auto`).
+
+    Args:
+      sizes: size by axis, from `parse_mesh`.
+      devices: as many as the product of the sizes; all there are by default.
+
+    Returns:
+      A `jax.sharding.Mesh`.
+
+    Example:
+      >>> make_mesh({"data": 1}, jax.devices()[:1]).axis_names
+      ('data',)
+    """
     types = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types, devices=devices)
 
@@ -91,8 +103,8 @@ def spec(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:
       ValueError: a name without a rule, or two dimensions that want one mesh axis.
 
     Example:
-      >>> spec(("embed", "mlp"))
-      PartitionSpec('fsdp', 'tensor')
+      >>> spec(("embed", "mlp")) == PartitionSpec("fsdp", "tensor")
+      True
     """
     used: dict[str, str] = {}
     parts = []
@@ -116,6 +128,15 @@ def sharding(
 ) -> NamedSharding:
     """`spec` on a mesh, checked against the array's shape.
 
+    Args:
+      mesh: the mesh, with every axis that the rules name.
+      axes: one logical name a dimension, or None.
+      shape: of the array.
+      rules: mesh axes by logical axis.
+
+    Returns:
+      A `NamedSharding`.
+
     Raises:
       ValueError: a dimension does not divide by the mesh axes it is cut over.
     """
@@ -134,17 +155,39 @@ def sharding(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a [batch, ...] array: rows over `data` and `fsdp`, the rest whole."""
+    """Of a [batch, ...] array: rows over `data` and `fsdp`, the rest whole.
+
+    Args:
+      mesh: with both axes.
+
+    Returns:
+      A `NamedSharding` for any number of dimensions from one up.
+    """
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Of an array that every device holds whole."""
+    """Of an array that every device holds whole.
+
+    Args:
+      mesh: whose devices those are.
+
+    Returns:
+      A `NamedSharding` for any number of dimensions.
+    """
     return NamedSharding(mesh, PartitionSpec())
 
 
 def constrainer(mesh: Mesh, rules: Rules = RULES) -> Callable[[Array, Sequence[str | None]], Array]:
-    """`(x, logical axes) -> x`, placing activations on `mesh`; the identity on one device."""
+    """What places activations on a mesh, for a model to call without knowing the mesh.
+
+    Args:
+      mesh: where to; of one device, the result does nothing.
+      rules: mesh axes by logical axis.
+
+    Returns:
+      A function `(x, logical axes) -> x`, to be called under `jax.jit`.
+    """
     if mesh.size == 1:
         return lambda x, axes: x
     return lambda x, axes: jax.lax.with_sharding_constraint(

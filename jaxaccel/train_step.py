@@ -75,12 +75,32 @@ class TrainStep(NamedTuple):
 
 
 def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
-    """A decoder whose parameters are shapes only; nothing is allocated."""
+    """A decoder whose parameters are shapes only; nothing is allocated.
+
+    Args:
+      config: shape of the decoder.
+      arguments: as `Decoder` takes them, but for `rngs`.
+
+    Returns:
+      A `Decoder` of `jax.ShapeDtypeStruct`s.
+    """
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **arguments))
 
 
 def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
-    """A sharding for each parameter, from its logical axes; a nested dict."""
+    """A sharding for each parameter, from its logical axes.
+
+    Args:
+      model: a decoder, abstract or not.
+      mesh: from `sharding.make_mesh`.
+
+    Returns:
+      A nested dict, shaped like the parameters.
+
+    Raises:
+      ValueError: a dimension does not divide by the mesh axis it is cut over; names the
+        parameter and the legal sizes.
+    """
 
     def place(path, parameter):
         try:
@@ -173,26 +193,31 @@ def make_train_step(
 
         nll, grads = accumulate.accumulate(gradient, batch, config.micro_batches)
 
-        # 5. Once a batch: unscale in float32, check, clip. The norm is finite only if every
-        #    gradient is: one reduction serves as check, metric and clip.
-        grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = optax.tree.norm(grads)
+        # 5. Once a batch: check, unscale in float32 and clip. The norm is finite only if every
+        #    gradient is: one reduction serves as check, metric and clip. The scale is a power
+        #    of two, so that it can be divided out of the norm and of the clipping factor.
+        norm = optax.tree.norm(grads) / scale
         finite = jnp.isfinite(norm) & jnp.isfinite(nll)
-        shrink = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: g * shrink, grads)
+        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12)) / scale
+        grads = jax.tree.map(lambda g: g * factor, grads)
 
         # 6. The optimizer, and a choice: with a non-finite gradient parameters and
-        #    optimizer state stay bit for bit what they were.
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        #    optimizer state stay bit for bit what they were. A branch and not a select:
+        #    XLA then updates the donated moments in place, without copying them first.
+        def update(params, opt_state):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = jax.lax.cond(
+            finite, update, lambda *old: old, state.params, state.opt_state
+        )
         scaling = config.precision == "float16"
         skipped = state.skipped + (~finite).astype(jnp.int32)
         in_row = jnp.where(finite, 0, state.skipped_in_row + 1)
         new = TrainState(
             step=state.step + 1,
-            params=keep(params, state.params),
-            opt_state=keep(opt_state, state.opt_state),
+            params=params,
+            opt_state=opt_state,
             loss_scale=precision.update_loss_scale(state.loss_scale, finite, config.loss_scale)
             if scaling
             else state.loss_scale,

@@ -16,7 +16,16 @@ from jaxtyping import Array, Float
 def rms_norm_reference(
     x: Float[Array, "*B D"], scale: Float[Array, " D"], epsilon: float = 1e-6
 ) -> Float[Array, "*B D"]:
-    """`x / sqrt(mean(x^2) + epsilon) * scale` in float32, returned in `x`'s dtype."""
+    """`x / sqrt(mean(x^2) + epsilon) * scale`, differentiated by JAX; see `rms_norm`.
+
+    Args:
+      x: any float dtype.
+      scale: one per channel.
+      epsilon: added to the mean of squares.
+
+    Returns:
+      The shape and dtype of `x`; computed in float32.
+    """
     x32 = x.astype(jnp.float32)
     rms = jnp.sqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
     scale32 = jnp.expand_dims(scale.astype(jnp.float32), range(x.ndim - 1))
@@ -40,8 +49,8 @@ def rms_norm(
       The shape and dtype of `x`.
 
     Example:
-      >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.ones(2), 0.0).round(3).tolist()
-      [[0.8489999771118164, 1.1310000419616699]]
+      >>> [round(float(x), 3) for x in rms_norm(jnp.array([3.0, 4.0]), jnp.ones(2), 0.0)]
+      [0.849, 1.131]
     """
     return _forward(x, scale, epsilon)[0]
 

@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 from jaxtyping import PyTree
 
-from experiments import data, tokenizer
+from experiments import allocator, data, tokenizer
 from experiments.bench import plain_jax
 from experiments.bench.plain_jax import Shape
 from jaxaccel import optim, sharding
@@ -53,7 +53,7 @@ INPUT_STEPS = 20
 OPTIMIZER = optim.OptimizerConfig(schedule="constant", warmup_steps=0)
 CLIP_NORM = 1.0
 TURN_SECONDS = 0.3  # a turn is a few steps in a row, at least so long
-PAUSE_SECONDS = 0.05  # before a turn, for the other side's threads to stop spinning
+PAUSE_SECONDS = 0.3
 
 Step = Callable[[], float]  # takes one training step, returns its loss
 
@@ -294,6 +294,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main(options: Options) -> None:
     """Measures the shapes asked for and prints the results."""
+    allocator.keep_freed_memory()  # for every side: they share the process
     results = []
     for name in options.shapes:
         results.append(measure(name, options.rounds))

@@ -22,6 +22,7 @@ CONFIG = TrainConfig(
     ),
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50),
     steps=600,
+    log_every=20,
     batch=16,
     sequence=128,
 )

@@ -5,11 +5,21 @@ of the other side that causal and window leave it. Up to `UNROLL` tokens the blo
 unrolled: ranges are static, a block meets its range in one tile. Beyond, blocks and tiles are
 loops with a running softmax, and the ranges are the bounds of the inner loop.
 
-What makes it fast on a CPU, found at (batch 12, 64 tokens, 4 heads of 32) and (16, 256, 6 of
-64), causal with segments, in a scan over layers, CPU time of one core, against heads moved
-ahead + blocks alone:
+What was found on a 2-core CPU at (batch 12, 64 tokens, 4 heads of 32) and (16, 256, 6 of 64),
+causal with segments, float32, in a scan over layers; CPU time of one core, measured. Heads are
+moved ahead of the sequence throughout.
 
-MEASUREMENTS
+- Forward and backward against a first blocked version with tiles [queries, keys] in both passes
+  and no barriers: 0.49 and 0.64; against the naive T x T form: 0.46 and 0.49.
+- The select on the mask, left to XLA, is fused into maximum and exponential and its comparisons
+  are repeated for each head. Barriers behind the comparisons and behind the select: 0.8 and 0.5
+  of the forward pass.
+- Tiles [keys, queries] in the backward pass, dQ transposed: 0.85 of it. A trailing dim of
+  1 (G kept as a dim of its own) makes the exponential scalar: 1.2 to 1.5.
+- Blocks of 128 against one block of 256: 0.8. Of 64: as 128, with twice the program. At 64
+  tokens, blocks of 32 or 16 win nothing.
+- Not kept, within noise: the scale folded into q, an added bias in place of the select, barriers
+  behind the transposes or behind P.
 
 Legend: B batch, T queries, S keys (s of one tile), K key/value heads, G query heads for each
 of them (H = K * G), R = T * G rows of q for one key/value head (r of one tile), D key size,
@@ -135,9 +145,8 @@ def backward(
             r, n = row * groups, rows * groups
             q_r, dout_r, lse_r, delta_r = (_take(x, r, n) for x in (q, dout, lse, delta))
             capped = _cap(options, _einsum("bksd,bkrd->bksr", k_s, q_r) * options.scale)
-            logits = capped - lse_r[:, :, None]
-            logits = grid.hide(logits, row, rows, column, columns, keys_first=True)
-            p = jnp.exp(logits)
+            logits = grid.hide(capped, row, rows, column, columns, keys_first=True)
+            p = jnp.exp(logits - lse_r[:, :, None])
             ds = p * (_einsum("bkse,bkre->bksr", v_s, dout_r) - delta_r[:, :, None])
             if options.soft_cap is not None:
                 ds *= 1.0 - (capped / options.soft_cap) ** 2
