@@ -271,9 +271,15 @@ def segment_length(length: int) -> int:
     With segments of S layers there are `ceil(L / S) + S`, about 2 sqrt(L). Of equal choices
     one that divides L is taken.
 
+    Args:
+      length: layers of the stack, L.
+
+    Returns:
+      S, about sqrt(L).
+
     Example:
       >>> [segment_length(length) for length in (1, 4, 7, 24, 64, 100)]
-      [1, 2, 3, 4, 8, 10]
+      [1, 2, 2, 4, 8, 10]
     """
     sizes = range(1, max(length, 1) + 1)
     return min(sizes, key=lambda size: (-(-length // size) + size, length % size > 0, size))

@@ -58,7 +58,7 @@ def test_sqrt_follows_the_root_of_the_depth(depth):
 
 
 def test_uneven_segments_compile():
-    """Two segments of three layers and one of one."""
+    """Three segments of two layers and one of one."""
     row = measured("sqrt", 7)
     assert row["activations"] <= 2 * 7**0.5 + 1
     assert 0 < repeated("sqrt", 7) <= 1.5
