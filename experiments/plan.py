@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,10 +142,11 @@ WHY = {
 
 def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
     """What could help, each with the saving that a second compile predicts."""
-    config, report, lines = made.config, analysis.report, []
+    config, report = made.config, analysis.report
+    lines: list[str] = []
     shards = made.step.batch_sharding.mesh.shape
     rows = config.batch // (shards["data"] * shards["fsdp"] * config.micro_batches)
-    changes = {"activations": [], "static": [], "waiting": [], "batch": []}
+    changes: dict[str, list[tuple[str, dict[str, Any]]]] = {name: [] for name in WHY}
     if config.remat in ("none", "attention"):
         changes["activations"].append(("--remat selective", {"remat": "selective"}))
     elif config.remat != "full":

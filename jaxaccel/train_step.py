@@ -37,6 +37,7 @@ class StepConfig:
     loss_scale: LossScaleConfig = LossScaleConfig()
 
     def __post_init__(self):
+        remat.parse(self.remat)
         if not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
 
@@ -71,7 +72,7 @@ class TrainStep(NamedTuple):
     """What `make_train_step` makes; every function is jitted once."""
 
     init: Callable[[Array], TrainState]  # from a PRNG key
-    step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]  # donates the state
+    step: jax.stages.Wrapped  # (state, batch) -> (state, StepMetrics); donates the state
     evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_sharding: NamedSharding
