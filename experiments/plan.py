@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from experiments import cli, configs
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
+from experiments.fit import check_floor, fit
 from experiments.plan_plot import draw
 from jaxaccel import optim, plan, sharding, target
-from jaxaccel.budget import GIB, Fit, fit_remat
+from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token
 from jaxaccel.plan import Analysis, Report
@@ -111,25 +112,10 @@ def compile_step(config: TrainConfig, on: Target) -> Compiled:
     return Compiled(config, on, step, program)
 
 
-def check_budget(config: TrainConfig, on: Target, limit: float) -> None:
-    """Refuses a budget in bytes below what no rematerialisation can lower."""
+def floor_bytes(config: TrainConfig, on: Target) -> int:
+    """Parameters and optimizer state on one device."""
     step = build_step(dataclasses.replace(config, remat="none"), on)
-    floor = sharded_bytes(step.abstract_state)
-    if limit < floor:
-        raise UserError(
-            f"a budget of {limit / GIB:.2f} GiB is below the {floor / GIB:.2f} GiB of parameters "
-            "and optimizer state on each device, which rematerialisation cannot lower; more "
-            "devices on the mesh's fsdp axis can"
-        )
-
-
-def fit(config: TrainConfig, on: Target) -> Fit:
-    """The policy that repeats least and fits the budget, or else the GPU's memory."""
-    limit = on.gpu.visible_bytes if config.budget_gib is None else config.budget_gib * GIB
-    check_budget(config, on, limit)
-    under = lambda policy: compile_step(dataclasses.replace(config, remat=policy), on)
-    with user_errors():
-        return fit_remat(lambda policy: under(policy).peak_bytes, limit)
+    return sharded_bytes(step.abstract_state)
 
 
 WHY = {
@@ -228,14 +214,17 @@ def report(name: str, config: PlanConfig) -> None:
         on = target.parse(config.target)
     if config.precision == "auto":
         config = dataclasses.replace(config, precision="bfloat16")
+    limit = on.gpu.visible_bytes if config.budget_gib is None else config.budget_gib * GIB
     if config.remat == "auto":
-        found = fit(config, on)
+        found = fit(
+            config, lambda c: compile_step(c, on).peak_bytes, limit, floor_bytes(config, on)
+        )
         for policy, peak in found.tried.items():
             print(f"tried {policy}: compiled peak {peak / GIB:.2f} GiB", file=sys.stderr)
         print(f"chosen: --remat {found.policy}", file=sys.stderr)
         config = dataclasses.replace(config, remat=found.policy)
     elif config.budget_gib is not None:
-        check_budget(config, on, config.budget_gib * GIB)
+        check_floor(floor_bytes(config, on), limit)
     made = compile_step(config, on)
     analysis = made.analyse(name)
     advice = advise(made, analysis) if config.advice else ()

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments import checkpoint, cli, configs, data, generate, manifest, metrics, run
+from experiments import checkpoint, cli, configs, data, fit, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
 from experiments.config import TrainConfig, check_options, step_config
@@ -23,8 +23,11 @@ from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
 from jaxaccel import optim, precision, sharding
+from jaxaccel.budget import GIB
+from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token, parameter_count
-from jaxaccel.train_step import StepMetrics, make_train_step
+from jaxaccel.plan import peak_bytes
+from jaxaccel.train_step import BATCH_KEYS, StepMetrics, TrainStep, make_train_step
 
 
 class RunStopped(Exception):
@@ -86,10 +89,28 @@ def train(name: str, config: TrainConfig) -> int:
 
     # ---- The step -----------------------------------------------------------------------
     mesh = sharding.make_mesh(sizes, devices)
-    optimizer = optim.adamw(config.optimizer, config.steps)
     rate = optim.schedule(config.optimizer, config.steps)
-    with user_errors():
-        step = make_train_step(config.model, optimizer, step_config(config), mesh)
+
+    def build(config: TrainConfig) -> TrainStep:
+        optimizer = optim.adamw(config.optimizer, config.steps)
+        with user_errors():
+            return make_train_step(config.model, optimizer, step_config(config), mesh)
+
+    def peak_of(config: TrainConfig) -> int:
+        made = build(config)
+        rows = jax.ShapeDtypeStruct(tuple(shape.values()), jnp.int32, sharding=made.batch_sharding)
+        batch = dict.fromkeys(BATCH_KEYS, rows)
+        return peak_bytes(made.step.lower(made.abstract_state, batch).compile())
+
+    limit = memory_limit(config, devices[0])
+    if config.remat == "auto":
+        if limit is None:
+            raise UserError("--remat auto needs --budget-gib here: the device states no limit")
+        state_bytes = sharded_bytes(build(dataclasses.replace(config, remat="none")).abstract_state)
+        fitted = fit.fit(config, peak_of, limit, state_bytes)
+        print(f"--remat auto: {fitted.policy}, of {', '.join(fitted.tried)} compiled")
+        config = dataclasses.replace(config, remat=fitted.policy)
+    step = build(config)
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
@@ -165,7 +186,17 @@ def train(name: str, config: TrainConfig) -> int:
         while done < config.steps:
             profile.before(done + 1)
             batch = next(batches)
-            state, figures = step.step(state, step.place(batch))
+            try:
+                state, figures = step.step(state, step.place(batch))
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error) or done > first:
+                    raise
+                rows = config.batch // (sizes["data"] * sizes["fsdp"] * config.micro_batches)
+                changes = fit.changes_that_fit(config, peak_of, limit or math.inf, rows)
+                raise RunStopped(
+                    f"out of memory: {str(error).splitlines()[0]}; what would fit: "
+                    f"{'; '.join(changes) or 'nothing that was tried'}"
+                ) from error
             done += 1
             if pending:
                 settle(*pending)
@@ -228,6 +259,13 @@ def train(name: str, config: TrainConfig) -> int:
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
     )
     return 0
+
+
+def memory_limit(config: TrainConfig, device: jax.Device) -> float | None:
+    """Bytes that a step may take of one device; None where neither user nor device says."""
+    if config.budget_gib is not None:
+        return config.budget_gib * GIB
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
