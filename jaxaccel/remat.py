@@ -163,7 +163,8 @@ def checkpoint(
 
     Args:
       fn: any function of arrays and pytrees.
-      policy: a text (see `parse`), or a `jax.checkpoint` policy such as `names` makes.
+      policy: a text (see `parse`), or a `jax.checkpoint` policy such as `names` makes. By
+        name, so that of an `fn` without names only the inputs are kept.
       prevent_cse: keep the compiler from merging the repeated operations with the first
         ones. False is right inside a `scan`, where it cannot, and faster.
 
