@@ -49,7 +49,7 @@ class NothingFitsError(ValueError):
 
 
 def fit_remat(
-    peak_of: Callable[[str], int], budget_bytes: float, candidates: Sequence[str] = CANDIDATES
+    peak_of: Callable[[str], int], budget_bytes: float | int, candidates: Sequence[str] = CANDIDATES
 ) -> Fit:
     """The first of `candidates` whose compiled peak is at most the budget.
 

@@ -1,0 +1,62 @@
+"""The plan program: keys, figures that can be calculated by hand, bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxaccel.nn import parameter_count
+
+KEYS = (
+    "target config peak_gib parameters_gib optimizer_gib gradients_gib activations_gib "
+    "temporaries_gib dominant advice matmuls collectives exposed_fraction modelled_step_ms "
+    "modelled_mfu flops_per_step recompute_flops_fraction"
+).split()
+
+pytestmark = pytest.mark.target
+
+
+def plan(*options: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "experiments.plan", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_json_has_the_keys_and_the_static_sizes(tmp_path):
+    from experiments.configs import load
+
+    picture = tmp_path / "plan.png"
+    status, out, err = plan("tiny", "--target", "h200x2", "--json", "--plot", str(picture))
+    assert status == 0, err
+    report = json.loads(out)
+    assert list(report) == KEYS
+    count = parameter_count(load("tiny").model)
+    assert report["target"] == "h200x2"
+    # float32, cut in two: 4 bytes a parameter, 8 of Adam's moments.
+    assert report["parameters_gib"] == pytest.approx(4 * count / 2 / 2**30, rel=0.01)
+    assert report["optimizer_gib"] == pytest.approx(8 * count / 2 / 2**30, rel=0.01)
+    assert report["peak_gib"] > report["parameters_gib"] + report["optimizer_gib"]
+    assert report["matmuls"]["bf16"] > 4 * 7 * 3  # layers x matmuls x (forward, two backward)
+    assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
+    assert report["advice"]
+    assert picture.stat().st_size > 10_000
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--target", "h300"], ["h300", "did you mean h200?"]),
+        (["--target", "h200x8", "--mesh", "fsdp=3"], ["fsdp=3", "8 devices"]),
+        (["--budget-gib", "0.001"], ["0.00 GiB", "fsdp"]),
+        (["--remat", "names:nonsense"], ["nonsense", "query", "mlp_gate"]),
+        (["--target", "h200x8", "--batch", "4"], ["--batch 4", "multiples of 8"]),
+    ],
+)
+def test_bad_input_is_one_line(options, expected):
+    status, _, err = plan("tiny", *options)
+    assert status == 2
+    assert len(err.strip().splitlines()) == 1, err
+    for part in expected:
+        assert part in err
