@@ -153,7 +153,7 @@ def analyse(
         counts[kind] = counts.get(kind, 0.0) + m.count
         counts["fp8_lost"] += m.count * m.was_fp8
         work[m.dtype] = work.get(m.dtype, 0.0) + m.count * m.flops
-    total = sum(work.values())
+    total = sum(work.values(), 0.0)
     repeated = sum(m.count * m.flops for m in found if m.recomputed)
 
     sizes = {

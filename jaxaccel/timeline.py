@@ -144,7 +144,7 @@ def _bytes(module: Module, where: Computation, node: Instruction) -> float:
     if base in ("dynamic-update-slice", "scatter"):
         return 2.0 * where.instructions[node.operands[1 if base != "scatter" else 2]].bytes
     written = node.shapes[0].bytes if hlo.is_matmul(node) else node.bytes
-    return written + sum(where.instructions[o].bytes for o in node.operands)
+    return float(written + sum(where.instructions[o].bytes for o in node.operands))
 
 
 def kernel_seconds(
@@ -221,7 +221,9 @@ def _transfer(
 ) -> tuple[float, float]:
     """(bytes of the whole array, seconds) of one execution of a transfer."""
     if kind == HOST_COPY:
-        moved = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
+        moved = _fused_bytes(module, node) / 2
+        if "copy" in node.opcode:
+            moved = float(node.shapes[0].bytes)
         return moved, moved / (
             model.target.gpu.pcie_bandwidth * model.link_efficiency
         ) + model.kernel_latency
@@ -244,7 +246,7 @@ def _transfer(
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
     wire = payload * factor.get(kind, (n - 1) / n)
     seconds = wire / (link * model.link_efficiency)
-    return payload, seconds + model.collective_latency if n > 1 else 0.0
+    return float(payload), (seconds + model.collective_latency if n > 1 else 0.0)
 
 
 def _crosses(
@@ -373,7 +375,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 compute(kernel_seconds(module, where, node, model), label)
         for kind, payload, begin, end, label in through:
             pieces = _split(begin, end, idle)
-            exposed = sum(b - a for a, b, waits in pieces if waits)
+            exposed = sum((b - a for a, b, waits in pieces if waits), 0.0)
             nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
             segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
         waited += sum(b - a for a, b in idle)
