@@ -66,7 +66,7 @@ class Report:
     exposed_fraction: float  # *modelled*
     modelled_step_ms: float
     modelled_mfu: float
-    flops_per_step: float  # of one device's matmuls as compiled, recomputation included
+    flops_per_step: float  # of one device's matmuls as compiled: repeated ones, padding and all
     recompute_flops_fraction: float  # of repeated matmuls over all others
 
     def to_json(self) -> dict[str, Any]:
