@@ -66,7 +66,7 @@ class Report:
     exposed_fraction: float  # *modelled*
     modelled_step_ms: float
     modelled_mfu: float
-    flops_per_step: float  # of one device's matmuls as compiled, recomputation included
+    flops_per_step: float  # of one device's matmuls as compiled: repeated ones, padding and all
     recompute_flops_fraction: float  # of repeated matmuls over all others
 
     def to_json(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def analyse(
         counts[kind] = counts.get(kind, 0.0) + m.count
         counts["fp8_lost"] += m.count * m.was_fp8
         work[m.dtype] = work.get(m.dtype, 0.0) + m.count * m.flops
-    total = sum(work.values())
+    total = sum(work.values(), 0.0)
     repeated = sum(m.count * m.flops for m in found if m.recomputed)
 
     sizes = {

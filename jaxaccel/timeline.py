@@ -26,6 +26,8 @@ import re
 from collections import defaultdict
 from typing import Literal
 
+import numpy as np
+
 from jaxaccel import hlo
 from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
 from pallas_kernels.target import Target
@@ -96,6 +98,14 @@ class Timeline:
         return self.exposed_seconds / self.seconds if self.seconds else 0.0
 
 
+def _unviewed(inner: Computation, name: str) -> Instruction:
+    """What stands behind bitcasts."""
+    node = inner.instructions[name]
+    while node.opcode == "bitcast":
+        node = inner.instructions[node.operands[0]]
+    return node
+
+
 def _through_views(inner: Computation, name: str) -> list[Instruction]:
     """Readers of a value, bitcasts skipped."""
     found = []
@@ -114,8 +124,7 @@ def _fused_bytes(module: Module, node: Instruction) -> float:
         whole = inner.instructions[name].bytes
         part = 0.0
         for reader in readers:
-            first = inner.instructions[reader.operands[0]]
-            sliced = first.name == name or first.opcode == "bitcast"
+            sliced = _unviewed(inner, reader.operands[0]).name == name
             if reader.opcode in ("dynamic-slice", "slice", "gather") and sliced:
                 part += reader.bytes
             elif reader.opcode not in ("dynamic-update-slice", "scatter") or not sliced:
@@ -124,9 +133,7 @@ def _fused_bytes(module: Module, node: Instruction) -> float:
     roots = [inner.root]
     if inner.root.opcode == "tuple":
         roots = [inner.instructions[name] for name in inner.root.operands]
-    for root in roots:
-        while root.opcode == "bitcast":
-            root = inner.instructions[root.operands[0]]
+    for root in (_unviewed(inner, root.name) for root in roots):
         update = {"dynamic-update-slice": 1, "scatter": 2}.get(root.opcode)
         total += inner.instructions[root.operands[update]].bytes if update else root.bytes
     return total
@@ -144,7 +151,7 @@ def _bytes(module: Module, where: Computation, node: Instruction) -> float:
     if base in ("dynamic-update-slice", "scatter"):
         return 2.0 * where.instructions[node.operands[1 if base != "scatter" else 2]].bytes
     written = node.shapes[0].bytes if hlo.is_matmul(node) else node.bytes
-    return written + sum(where.instructions[o].bytes for o in node.operands)
+    return float(written + sum(where.instructions[o].bytes for o in node.operands))
 
 
 def kernel_seconds(
@@ -183,36 +190,26 @@ def group(node: Instruction, devices: int) -> tuple[int, ...]:
       >>> group(hlo.parse(line).computations["e"].root, 8)
       (0, 2, 4, 6)
     """
-    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", node.attributes):
-        hops = [tuple(map(int, p)) for p in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
+    text = node.attributes
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text):
+        hops = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
         return max(hops, key=lambda hop: abs(hop[0] - hop[1]), default=(0,))
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", node.attributes):
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return tuple(map(int, found.group(1).split(",")))
-    if (
-        re.search(r"replica_groups=\{\}", node.attributes)
-        or "replica_groups" not in node.attributes
-    ):
+    if "replica_groups={}" in text or "replica_groups" not in text:
         return tuple(range(devices))
-    if found := re.search(
-        r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", node.attributes
-    ):
+    iota = r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if found := re.search(iota, text):
         dims = [int(d) for d in found.group(2).split(",")]
-        order = [int(d) for d in (found.group(3) or "").split(",") if d] or list(range(len(dims)))
-        strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-        place = lambda i: sum(
-            i // math.prod(dims[k] for k in order[n + 1 :]) % dims[d] * strides[d]
-            for n, d in enumerate(order)
-        )
-        return tuple(place(i) for i in range(int(found.group(1))))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", node.attributes):
-        axes = [(a, int(n)) for a, n in re.findall(r"'([^']*)'=(\d+)", found.group(1))]
+        order = [int(d) for d in found.group(3).split(",")] if found.group(3) else None
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel()
+        return tuple(ids[: int(found.group(1))].tolist())
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^']*',?)+)\}", text):
+        axes = re.findall(r"'([^']*)'=(\d+)", found.group(1))
+        sizes = [int(size) for _, size in axes]
         chosen = re.findall(r"'([^']*)'", found.group(2))
-        ids, stride = [0], 1
-        for axis, size in reversed(axes):
-            if axis in chosen:
-                ids = [i + k * stride for k in range(size) for i in ids]
-            stride *= size
-        return tuple(sorted(ids))
+        first = tuple(slice(None) if axis in chosen else 0 for axis, _ in axes)
+        return tuple(np.arange(math.prod(sizes)).reshape(sizes)[first].ravel().tolist())
     raise ValueError(f"cannot read the replica groups of {node.name}: {node.attributes[:120]}")
 
 
@@ -221,10 +218,9 @@ def _transfer(
 ) -> tuple[float, float]:
     """(bytes of the whole array, seconds) of one execution of a transfer."""
     if kind == HOST_COPY:
-        moved = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
-        return moved, moved / (
-            model.target.gpu.pcie_bandwidth * model.link_efficiency
-        ) + model.kernel_latency
+        copied = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
+        rate = model.target.gpu.pcie_bandwidth * model.link_efficiency
+        return float(copied), copied / rate + model.kernel_latency
     members = group(node, module.devices)
     n = len(members)
     received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
@@ -244,7 +240,7 @@ def _transfer(
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
     wire = payload * factor.get(kind, (n - 1) / n)
     seconds = wire / (link * model.link_efficiency)
-    return payload, seconds + model.collective_latency if n > 1 else 0.0
+    return float(payload), (seconds + model.collective_latency if n > 1 else 0.0)
 
 
 def _crosses(
@@ -373,7 +369,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 compute(kernel_seconds(module, where, node, model), label)
         for kind, payload, begin, end, label in through:
             pieces = _split(begin, end, idle)
-            exposed = sum(b - a for a, b, waits in pieces if waits)
+            exposed = sum((b - a for a, b, waits in pieces if waits), 0.0)
             nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
             segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
         waited += sum(b - a for a, b in idle)
