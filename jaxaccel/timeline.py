@@ -349,7 +349,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 body = hlo.while_parts(module, node)[1]
                 include(play(body.name), hlo.trips(module, node)[0], label)
             elif node.opcode == "conditional":
-                include(play(hlo.branch(module, node)), 1, label)
+                include(play(hlo.branch(module, node)), 1.0, label)
             elif found := _crosses(module, where, node):
                 kind, inner, there = found
                 payload, seconds = _transfer(module, there, inner, kind, model)
@@ -364,7 +364,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 else:
                     running[node.name] = event
             elif node.opcode in ("call", "async-start"):
-                include(play(node.called[0]), 1, label)
+                include(play(node.called[0]), 1.0, label)
             else:
                 compute(kernel_seconds(module, where, node, model), label)
         for kind, payload, begin, end, label in through:
@@ -372,7 +372,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
             exposed = sum((b - a for a, b, waits in pieces if waits), 0.0)
             nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
             segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
-        waited += sum(b - a for a, b in idle)
+        waited += sum((b - a for a, b in idle), 0.0)
         in_order = tuple(sorted(segments, key=lambda s: s.start))
         return Timeline(now, _merge(nested), in_order, waited)
 
