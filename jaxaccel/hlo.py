@@ -337,17 +337,6 @@ def kernel_cost(node: Instruction) -> tuple[float, float] | None:
     return float(estimate["flops"]), float(estimate["bytes_accessed"])
 
 
-def unpriced(module: Module) -> tuple[str, ...]:
-    """Custom calls that are no matmul and state no cost, by target and origin."""
-    return tuple(
-        f"{node.attribute('custom_call_target')} {node.op_name or node.name}"
-        for computation in module.computations.values()
-        for node in computation.instructions.values()
-        if node.opcode == "custom-call"
-        and not (is_matmul(node) or kernel_cost(node) or "AllocateBuffer" in node.attributes)
-    )
-
-
 def is_matmul(node: Instruction) -> bool:
     """Whether an instruction is a dot or a call of a matmul library."""
     if node.opcode == "custom-call":

@@ -170,3 +170,14 @@ def xla_remats(module: Module) -> tuple[str, ...]:
         for name in computation.instructions
         if re.search(r"\.remat\d*(\.|$)", name)
     )
+
+
+def unpriced(module: Module) -> tuple[str, ...]:
+    """Custom calls that are no matmul and state no cost, by target and origin."""
+    return tuple(
+        f"{node.attribute('custom_call_target')} {node.op_name or node.name}"
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode == "custom-call"
+        and not (is_matmul(node) or kernel_cost(node) or "AllocateBuffer" in node.attributes)
+    )

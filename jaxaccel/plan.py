@@ -193,7 +193,7 @@ def analyse(
         played,
         hlo.guessed_loops(module),
         matmuls.xla_remats(module),
-        hlo.unpriced(module),
+        matmuls.unpriced(module),
     )
 
 

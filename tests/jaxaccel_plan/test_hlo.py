@@ -101,7 +101,7 @@ def test_a_call_of_cublas_is_a_matmul():
     (matmul,) = matmuls.matmuls(module)
     assert (matmul.dtype, matmul.flops, matmul.was_fp8) == ("fp8", 2 * 32 * 64 * 48, False)
     assert module.devices == 2
-    assert hlo.unpriced(module) == ()
+    assert matmuls.unpriced(module) == ()
 
 
 KERNEL = """ENTRY %main (a: bf16[32,64]) -> bf16[32,64] {
@@ -121,7 +121,7 @@ def test_a_pallas_kernel_counts_by_its_own_estimate():
 def test_a_pallas_kernel_without_an_estimate_is_named():
     module = hlo.parse(KERNEL.replace("COST", 'kernel_hash = "a"'))
     assert matmuls.matmuls(module) == ()
-    assert hlo.unpriced(module) == ('"mosaic_gpu_v2" jit(f)/norm',)
+    assert matmuls.unpriced(module) == ('"mosaic_gpu_v2" jit(f)/norm',)
 
 
 @pytest.mark.parametrize(
