@@ -35,6 +35,23 @@ class LossSums(NamedTuple):
     count: Int[Array, ""]  # labels that are not IGNORED
 
 
+def chunk_positions(rows: int, vocab_size: int) -> int:
+    """Positions of each of `rows` rows that go through at once: logits under 2**27 elements.
+
+    Args:
+      rows: of one device.
+      vocab_size: words of the head.
+
+    Returns:
+      At least 1.
+
+    Example:
+      >>> chunk_positions(16, 128256)
+      65
+    """
+    return max(1, CHUNK_ELEMENTS // max(1, rows * vocab_size))
+
+
 def linear_cross_entropy(
     hidden_BTD: Float[Array, "B T D"],
     head_VD: Float[Array, "V D"],
@@ -78,7 +95,7 @@ def linear_cross_entropy(
         )
     batch, length = labels_BT.shape
     if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS // (max(batch, 1) * head_VD.shape[0]))
+        chunk = chunk_positions(batch, head_VD.shape[0])
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1 position")
     objective, nll = _sums(hidden_BTD, head_VD, labels_BT, z_loss, min(chunk, max(length, 1)))

@@ -171,22 +171,29 @@ def make_train_step(
 
     # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
     #    count of the whole batch.
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+
     def loss_sums(params, batch: Batch) -> losses.LossSums:
         decoder = nnx.merge(graphdef, params)
+        rows_here = -(-batch["tokens"].shape[0] // shards)
         hidden = decoder(
             batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
         )
         return losses.linear_cross_entropy(
-            hidden, decoder.head_VD, batch["labels"], z_loss=config.z_loss
+            hidden,
+            decoder.head_VD,
+            batch["labels"],
+            z_loss=config.z_loss,
+            chunk=losses.chunk_positions(rows_here, model.vocab_size),
         )
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = {key: batch[key] for key in BATCH_KEYS}
-        unit = mesh.shape["data"] * mesh.shape["fsdp"] * config.micro_batches
+        unit = shards * config.micro_batches
         if batch["tokens"].shape[0] % unit:
             raise ValueError(
                 f"a batch of {batch['tokens'].shape[0]} rows does not divide by "
-                f"{unit // config.micro_batches} devices x {config.micro_batches} micro-batches; "
+                f"{shards} devices x {config.micro_batches} micro-batches; "
                 f"legal are multiples of {unit}"
             )
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, dtype=jnp.int32)
