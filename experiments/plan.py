@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments import cli, configs
 from experiments.config import TrainConfig, check_options, step_config
@@ -29,7 +28,7 @@ from jaxaccel.nn import flops_per_token
 from jaxaccel.plan import Analysis, Report
 from jaxaccel.target import MissingExtra, Target
 from jaxaccel.timeline import CostModel
-from jaxaccel.train_step import BATCH_KEYS, TrainStep, make_train_step
+from jaxaccel.train_step import TrainStep, abstract_batch, make_train_step
 
 PROG = "python -m experiments.plan"
 POLICIES_DRAWN = ("none", "selective", "full", "sqrt")
@@ -105,10 +104,9 @@ def compile_step(config: TrainConfig, on: Target) -> Compiled:
       UserError: as `build_step`.
     """
     step = build_step(config, on)
-    shape = (config.batch, config.sequence)
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=step.batch_sharding)
+    batch = abstract_batch(step, config.batch, config.sequence)
     with user_errors():
-        program = on.compile(step.step, step.abstract_state, dict.fromkeys(BATCH_KEYS, rows))
+        program = on.compile(step.step, step.abstract_state, batch)
     return Compiled(config, on, step, program)
 
 

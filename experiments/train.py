@@ -27,7 +27,7 @@ from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token, parameter_count
 from jaxaccel.plan import peak_bytes
-from jaxaccel.train_step import BATCH_KEYS, StepMetrics, TrainStep, make_train_step
+from jaxaccel.train_step import StepMetrics, TrainStep, abstract_batch, make_train_step
 
 
 class RunStopped(Exception):
@@ -98,8 +98,7 @@ def train(name: str, config: TrainConfig) -> int:
 
     def peak_of(config: TrainConfig) -> int:
         made = build(config)
-        rows = jax.ShapeDtypeStruct(tuple(shape.values()), jnp.int32, sharding=made.batch_sharding)
-        batch = dict.fromkeys(BATCH_KEYS, rows)
+        batch = abstract_batch(made, config.batch, config.sequence)
         return peak_bytes(made.step.lower(made.abstract_state, batch).compile())
 
     limit = memory_limit(config, devices[0])

@@ -21,7 +21,7 @@ from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale, LossScaleConfig
 from jaxaccel.remat import Policy
 
-Batch = dict[str, Array]
+Batch = dict[str, Any]  # int32 [B, T] arrays, or their shapes
 BATCH_KEYS = ("tokens", "labels", "segments", "positions")
 
 
@@ -117,6 +117,21 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     is_parameter = lambda node: isinstance(node, nnx.Variable)
     placed = jax.tree_util.tree_map_with_path(place, nnx.state(model), is_leaf=is_parameter)
     return nnx.to_pure_dict(placed)
+
+
+def abstract_batch(step: TrainStep, rows: int, sequence: int) -> Batch:
+    """Shapes of a batch, to compile `step.step` with `step.abstract_state` for.
+
+    Args:
+      step: from `make_train_step`.
+      rows: of the whole batch.
+      sequence: tokens of a row.
+
+    Returns:
+      A `jax.ShapeDtypeStruct` with its sharding for each of `BATCH_KEYS`.
+    """
+    shape = jax.ShapeDtypeStruct((rows, sequence), jnp.int32, sharding=step.batch_sharding)
+    return dict.fromkeys(BATCH_KEYS, shape)
 
 
 def make_train_step(

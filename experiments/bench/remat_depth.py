@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
-import tyro
 
-from jaxaccel import hlo, names, remat
+from experiments import cli
+from experiments.errors import user_errors
+from jaxaccel import hlo, matmuls, names, remat
 from pallas_kernels import rms_norm, target
 
 TOKENS, WIDTH, HIDDEN = 16_384, 512, 1024
@@ -80,18 +81,9 @@ def stacked(module: hlo.Module) -> tuple[float, float]:
     return found[0] / 2 / unit, found[1] / 2 / unit
 
 
-def matmul_flops(module: hlo.Module, computation: str = "") -> float:
-    """FLOP of all matmuls that a computation, by default the whole program, runs.
-
-    Loops count by their trip count.
-    """
-    here = module.computations[computation or module.entry]
-    total = 0.0
-    for node in here.instructions.values():
-        turns = hlo.trips(module, node)[0] if node.opcode == "while" else 1
-        total += hlo.flops(here, node)
-        total += turns * sum(matmul_flops(module, callee) for callee in node.called)
-    return total
+def matmul_flops(module: hlo.Module) -> float:
+    """FLOP of all matmuls that a program runs; loops count by their trip count."""
+    return sum(m.count * m.flops for m in matmuls.matmuls(module))
 
 
 def measure(gpu: target.Target, depth: int, policy: str) -> dict[str, Any]:
@@ -149,7 +141,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 
 def main(options: Options) -> None:
     """Compiles, and prints the results."""
-    gpu = target.parse(options.target)
+    with user_errors():
+        gpu = target.parse(options.target)
     rows = []
     for depth in options.depths:
         for policy in options.policies:
@@ -163,5 +156,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    target.quiet_cpu()
-    main(tyro.cli(Options))
+    cli.run(main, Options)

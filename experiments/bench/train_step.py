@@ -30,10 +30,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
 from jaxtyping import PyTree
 
-from experiments import allocator, data, tokenizer
+from experiments import allocator, cli, data, tokenizer
 from experiments.bench import plain_jax
 from experiments.bench.plain_jax import Shape
 from jaxaccel import optim, sharding
@@ -305,4 +304,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    cli.run(main, Options)
