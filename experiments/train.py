@@ -7,6 +7,7 @@ again resumes. `--help` lists the options, `--dry-run` shows what would be train
 import dataclasses
 import math
 import pprint
+import re
 import sys
 import time
 from pathlib import Path
@@ -111,6 +112,10 @@ def train(name: str, config: TrainConfig) -> int:
         print(f"--remat auto: {fitted.policy}, of {', '.join(fitted.tried)} compiled")
         config = dataclasses.replace(config, remat=fitted.policy)
     step = build(config)
+    if devices[0].platform == "cpu" and re.search(r"\boffload\b|@host\b", config.remat):
+        raise UserError(
+            f"--remat {config.remat} offloads to host memory, and a CPU has none apart: choose full"
+        )
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
