@@ -5,6 +5,7 @@ again resumes. `--help` lists the options, `--dry-run` shows what would be train
 """
 
 import dataclasses
+import errno
 import math
 import pprint
 import re
@@ -49,6 +50,11 @@ def main(argv: list[str] | None = None) -> None:
             return train(name, config)
         except (RunStopped, checkpoint.SaveError) as error:
             print(f"{prog}: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            print(f"{prog}: {error.strerror}; checkpoints so far are kept", file=sys.stderr)
             return 1
 
     cli.exit_with(program, prog)
@@ -148,8 +154,11 @@ def train(name: str, config: TrainConfig) -> int:
         tensorboard=config.tensorboard,
         wandb_project=config.wandb_project,
     )
-    run.write_config(folder, config, tokenizer)
-    manifest.write_json(folder / "env.json", metrics.environment())
+    try:
+        run.write_config(folder, config, tokenizer)
+        manifest.write_json(folder / "env.json", metrics.environment())
+    except OSError as error:
+        raise UserError(f"cannot write run folder {folder}: {error}") from error
     with checkpoints, stop, log:
         log.message(describe(config, sizes))
         log.message(describe_corpus(corpus, tokenizer))

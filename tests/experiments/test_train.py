@@ -207,6 +207,22 @@ def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, options, expect
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_that_cannot_be_made_is_one_line(run, text):
+    for folder in (text / "0.txt", text / "0.txt" / "run"):
+        status, _, err = run("--run-dir", folder, "--steps", 1)
+        assert status == 2
+        assert str(folder) in one_line(err)
+
+
+def test_no_space_for_metrics_is_one_line(run, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    status, _, err = run("--run-dir", folder, "--steps", 1)
+    assert status == 1
+    assert "No space left on device" in one_line(err)
+
+
 def test_an_unknown_option_is_refused_with_the_nearest(run, tmp_path):
     status, _, err = run("--run-dir", tmp_path / "run", "--stpes", "3")
     assert status == 2
