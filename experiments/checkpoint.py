@@ -72,6 +72,7 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"checkpoints to keep: got {keep}, need at least 1")
         logging.getLogger("absl").addFilter(_not_from_orbax)
+        logging.getLogger("asyncio").addFilter(_not_of_orbax_tasks)
         self.folder = Path(folder).absolute()
         self.keep = keep
         self._pending: Future[None] | None = None
@@ -299,6 +300,11 @@ class Checkpoints:
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     """Logging filter. Orbax warns of what is normal here, and logs what it raises as well."""
     return not record.pathname.startswith(os.path.dirname(ocp.__file__))
+
+
+def _not_of_orbax_tasks(record: logging.LogRecord) -> bool:
+    """Logging filter. Of writes that fail together, Orbax raises one; asyncio logs the others."""
+    return os.path.dirname(ocp.__file__) not in record.getMessage()
 
 
 def _flatten(tree: PyTree, prefix: str = "") -> dict[str, Any]:

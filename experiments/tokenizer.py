@@ -9,14 +9,13 @@ programs: no vocabulary to train, and loss in nats per byte without conversion.
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
-import tyro
 
+from experiments import cli
 from experiments.data import DataConfig, training_documents
 from experiments.errors import UserError
 
@@ -250,8 +249,4 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(TrainConfig))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    cli.run(main, TrainConfig)

@@ -5,8 +5,10 @@ again resumes. `--help` lists the options, `--dry-run` shows what would be train
 """
 
 import dataclasses
+import errno
 import math
 import pprint
+import re
 import sys
 import time
 from pathlib import Path
@@ -48,6 +50,11 @@ def main(argv: list[str] | None = None) -> None:
             return train(name, config)
         except (RunStopped, checkpoint.SaveError) as error:
             print(f"{prog}: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            print(f"{prog}: {error.strerror}; checkpoints so far are kept", file=sys.stderr)
             return 1
 
     cli.exit_with(program, prog)
@@ -110,6 +117,10 @@ def train(name: str, config: TrainConfig) -> int:
         print(f"--remat auto: {fitted.policy}, of {', '.join(fitted.tried)} compiled")
         config = dataclasses.replace(config, remat=fitted.policy)
     step = build(config)
+    if devices[0].platform == "cpu" and re.search(r"\boffload\b|@host\b", config.remat):
+        raise UserError(
+            f"--remat {config.remat} offloads to host memory, and a CPU has none apart: choose full"
+        )
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
@@ -142,8 +153,11 @@ def train(name: str, config: TrainConfig) -> int:
         tensorboard=config.tensorboard,
         wandb_project=config.wandb_project,
     )
-    run.write_config(folder, config, tokenizer)
-    manifest.write_json(folder / "env.json", metrics.environment())
+    try:
+        run.write_config(folder, config, tokenizer)
+        manifest.write_json(folder / "env.json", metrics.environment())
+    except OSError as error:
+        raise UserError(f"cannot write run folder {folder}: {error}") from error
     with checkpoints, stop, log:
         log.message(describe(config, sizes))
         log.message(describe_corpus(corpus, tokenizer))

@@ -203,6 +203,10 @@ def test_the_command_trains_a_tokenizer(tmp_path):
     refused = run(*options)
     assert refused.returncode == 2 and refused.stdout == ""
     assert refused.stderr.count("\n") == 1 and "a.jsonl:1: no field 'text'" in refused.stderr
+    unknown = run("--out", out, "--vocab", 5)
+    assert unknown.returncode == 2 and unknown.stderr.count("\n") == 1
+    assert unknown.stderr.startswith("python -m experiments.tokenizer: ")
+    assert "--vocab-size" in unknown.stderr
 
 
 def test_training_is_refused(tmp_path):

@@ -194,6 +194,8 @@ def test_dry_run_writes_nothing(run, tmp_path):
         (["--resume", "must"], ["no whole checkpoint"]),
         (["--profile", "7"], ["START:STOP"]),
         (["--steps", "0"], ["--steps is 0"]),
+        (["--remat", "offload"], ["--remat offload", "full"]),
+        (["--seed", "-1"], ["--seed is -1", "2**32 - 1"]),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, options, expected):
@@ -203,6 +205,22 @@ def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, options, expect
     for part in expected:
         assert part in line
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(run, text):
+    for folder in (text / "0.txt", text / "0.txt" / "run"):
+        status, _, err = run("--run-dir", folder, "--steps", 1)
+        assert status == 2
+        assert str(folder) in one_line(err)
+
+
+def test_no_space_for_metrics_is_one_line(run, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").symlink_to("/dev/full")
+    status, _, err = run("--run-dir", folder, "--steps", 1)
+    assert status == 1
+    assert "No space left on device" in one_line(err)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest(run, tmp_path):
