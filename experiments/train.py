@@ -303,7 +303,8 @@ def describe_corpus(corpus: data.Corpus, tokenizer: tokenizers.Tokenizer) -> str
 
 
 def last_checkpoint(checkpoints: checkpoint.Checkpoints) -> str:
-    """Where the newest checkpoint lies, in words."""
+    """Where the newest checkpoint lies, in words; one that is being written counts."""
+    checkpoints.wait()
     latest = checkpoints.latest
     return "none" if latest is None else str(checkpoints.path(latest))
 

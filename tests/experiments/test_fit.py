@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import random
 
+import jax
 import pytest
 
-from experiments import configs, fit, plan
+from experiments import configs, fit, plan, train
 from experiments.errors import UserError
+from experiments.plan_plot import draw
 from jaxaccel import target
 from jaxaccel.budget import CANDIDATES, GIB, NothingFitsError, fit_remat
 
@@ -95,8 +97,85 @@ def test_auto_fits_at_every_budget_and_repeats_no_more_as_it_grows(deep):
 
 
 @pytest.mark.target
+def test_a_picture_is_drawn(deep, tmp_path):
+    config, _, peak_of, made = deep
+    peak_of(dataclasses.replace(config, remat="full"))
+    analysis = made["full"].analyse("deep")
+    draw(tmp_path / "plan.png", [("full", analysis.report)], analysis.timeline, 140.0)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.target
 def test_a_budget_below_the_static_state_names_the_floor(deep):
     config, on, peak_of, _ = deep
     floor = plan.floor_bytes(config, on)
     with pytest.raises(UserError, match=r"below the 0\.0\d GiB of parameters.*fsdp"):
         fit.fit(config, peak_of, floor - 1, floor)
+
+
+SMALL = [
+    "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.kv-heads", "1",
+    "--model.head-size", "16", "--model.mlp-width", "48", "--batch", "8", "--sequence", "64",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("red green blue\n" * 2000)
+    return file
+
+
+def test_auto_chooses_while_training(text, tmp_path, capsys):
+    options = [
+        *SMALL,
+        "--data.source",
+        str(text),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--steps",
+        "2",
+    ]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*options, "--remat", "auto", "--budget-gib", "1"])
+    assert stop.value.code == 0
+    assert "--remat auto: none, of" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        train.main([*options, "--steps", "3", "--remat", "auto", "--budget-gib", "0.00001"])
+    assert stop.value.code == 2
+    assert "below the 0.00 GiB of parameters" in capsys.readouterr().err
+
+
+class OutOfMemory:
+    """A compiled step that runs out of memory, as XLA reports it."""
+
+    def __init__(self, step):
+        self.lower = step.lower
+
+    def __call__(self, *args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+
+def test_out_of_memory_ends_with_what_would_fit(text, tmp_path, capsys, monkeypatch):
+    real = train.make_train_step
+    fake = lambda *args: (made := real(*args))._replace(step=OutOfMemory(made.step))
+    monkeypatch.setattr(train, "make_train_step", fake)
+    with pytest.raises(SystemExit) as stop:
+        train.main(
+            [
+                *SMALL,
+                "--data.source",
+                str(text),
+                "--run-dir",
+                str(tmp_path / "run"),
+                "--remat",
+                "none",
+            ]
+        )
+    assert stop.value.code == 1
+    err = capsys.readouterr().err.strip()
+    assert len(err.splitlines()) == 1
+    assert "out of memory: RESOURCE_EXHAUSTED" in err
+    assert "what would fit: --remat attention (compiled peak 0." in err
+    assert "; --remat selective (" in err
+    assert "; --remat full (" in err

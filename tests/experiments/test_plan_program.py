@@ -23,11 +23,10 @@ def plan(*options: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_json_has_the_keys_and_the_static_sizes(tmp_path):
+def test_json_has_the_keys_and_the_static_sizes():
     from experiments.configs import load
 
-    picture = tmp_path / "plan.png"
-    status, out, err = plan("tiny", "--target", "h200x2", "--json", "--plot", str(picture))
+    status, out, err = plan("tiny", "--target", "h200x2", "--json")
     assert status == 0, err
     report = json.loads(out)
     assert list(report) == KEYS
@@ -40,7 +39,6 @@ def test_json_has_the_keys_and_the_static_sizes(tmp_path):
     assert report["matmuls"]["bf16"] > 4 * 7 * 3  # layers x matmuls x (forward, two backward)
     assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
     assert report["advice"]
-    assert picture.stat().st_size > 10_000
     assert "Traceback" not in err
 
 
