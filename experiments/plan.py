@@ -12,7 +12,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -26,7 +25,7 @@ from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token
 from jaxaccel.plan import Analysis, Report
-from jaxaccel.target import MissingExtra, Target
+from jaxaccel.target import MAX_GPUS_PER_NODE, MissingExtra, Target
 from jaxaccel.timeline import CostModel
 from jaxaccel.train_step import TrainStep, abstract_batch, make_train_step
 
@@ -130,28 +129,29 @@ def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
     lines: list[str] = []
     shards = made.step.batch_sharding.mesh.shape
     rows = config.batch // (shards["data"] * shards["fsdp"] * config.micro_batches)
-    changes: dict[str, list[tuple[str, dict[str, Any]]]] = {name: [] for name in WHY}
+    same = lambda text, **change: (text, dataclasses.replace(config, **change), made.on)
+    changes: dict[str, list[tuple[str, TrainConfig, Target]]] = {name: [] for name in WHY}
     if config.remat in ("none", "attention"):
-        changes["activations"].append(("--remat selective", {"remat": "selective"}))
+        changes["activations"].append(same("--remat selective", remat="selective"))
     elif config.remat != "full":
-        changes["activations"].append(("--remat full", {"remat": "full"}))
+        changes["activations"].append(same("--remat full", remat="full"))
     if rows > 1 and rows % 2 == 0:
-        micro = 2 * config.micro_batches
-        changes["activations"].append((f"--micro-batches {micro}", {"micro_batches": micro}))
+        parts = 2 * config.micro_batches
+        changes["activations"].append(same(f"--micro-batches {parts}", micro_batches=parts))
     if config.precision == "float32":
-        changes["static"].append(("--precision bfloat16", {"precision": "bfloat16"}))
+        changes["static"].append(same("--precision bfloat16", precision="bfloat16"))
+    twice = 2 * made.on.gpus_per_node
+    if not config.mesh and made.on.nodes == 1 and twice <= MAX_GPUS_PER_NODE and rows % 2 == 0:
+        wider = dataclasses.replace(made.on, gpus_per_node=twice)
+        changes["static"].append((f"--target {wider}", config, wider))
     for bottleneck in plan.bottlenecks(report, rows):
-        tried = [
-            (text, compile_step(dataclasses.replace(config, **change), made.on).peak_bytes)
-            for text, change in changes[bottleneck][:2]
-        ]
-        tools = ", ".join(plan.TOOLS[bottleneck])
-        lines.append(f"{WHY[bottleneck]}: {tools}")
-        lines += [
-            f"{text}: compiled peak {peak / GIB:.2f} GiB instead of "
-            f"{report.peak_gib:.2f} ({peak / GIB - report.peak_gib:+.2f})"
-            for text, peak in tried
-        ]
+        lines.append(f"{WHY[bottleneck]}: {', '.join(plan.TOOLS[bottleneck])}")
+        for text, changed, on in changes[bottleneck]:
+            peak = compile_step(changed, on).peak_bytes / GIB
+            lines.append(
+                f"{text}: compiled peak {peak:.2f} GiB instead of {report.peak_gib:.2f} "
+                f"({peak - report.peak_gib:+.2f})"
+            )
     return tuple(lines)
 
 

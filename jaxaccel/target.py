@@ -2,6 +2,7 @@
 
 from pallas_kernels.target import (
     GPUS,
+    MAX_GPUS_PER_NODE,
     Gpu,
     MissingExtra,
     Target,
@@ -11,4 +12,14 @@ from pallas_kernels.target import (
     quiet_cpu,
 )
 
-__all__ = ["GPUS", "Gpu", "MissingExtra", "Target", "describe", "find", "parse", "quiet_cpu"]
+__all__ = [
+    "GPUS",
+    "MAX_GPUS_PER_NODE",
+    "Gpu",
+    "MissingExtra",
+    "Target",
+    "describe",
+    "find",
+    "parse",
+    "quiet_cpu",
+]
