@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import gc
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -400,16 +400,6 @@ def test_full_disk(small_disk, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_many_arrays_on_a_full_disk_make_one_error(small_disk, capfd, caplog):
-    with Checkpoints(small_disk / "checkpoints") as checkpoints:
-        checkpoints.save(1, {f"w{i}": jnp.ones(100_000) for i in range(40)}, {})
-        with pytest.raises(SaveError, match=r"no space left on device"):
-            checkpoints.wait()
-    gc.collect()  # an exception that nobody has fetched is logged when its task is deleted
-    assert caplog.records == []
-    assert capfd.readouterr().err == ""
-
-
 def test_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with (
@@ -437,7 +427,10 @@ def test_quiet_without_hiding_others(two, capfd, caplog):
     with Checkpoints(two) as checkpoints:
         checkpoints.save(3, make_state(3), {}, wait=True)
         logging.getLogger("absl").warning("not of Orbax")
-    assert [record.message for record in caplog.records] == ["not of Orbax"]
+        # What asyncio logs of the writes that failed beside the one that was raised.
+        logging.getLogger("asyncio").error(f"Task exception: {ocp.__file__}:126")
+        logging.getLogger("asyncio").error("of another task")
+    assert [record.message for record in caplog.records] == ["not of Orbax", "of another task"]
     assert capfd.readouterr().out == ""
 
 
