@@ -1,5 +1,6 @@
 """The training program as a user meets it: resume, stop, bad input, what it leaves behind."""
 
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import train
 from experiments.runlog import read_metrics
 
 SMALL = [
@@ -214,13 +216,15 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(run, text):
         assert str(folder) in one_line(err)
 
 
-def test_no_space_for_metrics_is_one_line(run, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "metrics.jsonl").symlink_to("/dev/full")
-    status, _, err = run("--run-dir", folder, "--steps", 1)
-    assert status == 1
-    assert "No space left on device" in one_line(err)
+def test_no_space_for_metrics_is_one_line(monkeypatch, capsys, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(train, "train", full)
+    with pytest.raises(SystemExit) as exit:
+        train.main(["--run-dir", str(tmp_path / "run")])
+    assert exit.value.code == 1
+    assert "No space left on device; checkpoints" in one_line(capsys.readouterr().err)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest(run, tmp_path):
