@@ -91,7 +91,7 @@ def read_config(folder: Path) -> tuple[TrainConfig, str]:
         tree = json.loads(path.read_text())
         fingerprint = tree.pop("tokenizer_fingerprint")
         return _from_json(TrainConfig, tree), fingerprint
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is no run folder: it has no config.json") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error

@@ -204,6 +204,11 @@ def test_eval_of_the_runs_own_text(folder, capsys):
     )
 
 
+def test_a_file_is_no_run_folder(text_file):
+    with pytest.raises(UserError, match="is no run folder"):
+        load_run(text_file)
+
+
 def test_loss_weighs_tokens_not_batches(folder):
     """The figure does not depend on how the split is cut into batches."""
     run = load_run(folder)
