@@ -44,7 +44,10 @@ def use_compilation_cache() -> None:
 
 
 def exit_with(program: Callable[[], int | None], prog: str) -> None:
-    """Runs `program` and exits with its status; a `UserError` is one line and status 2."""
+    """Runs `program` and exits with its status; a `UserError` is one line and status 2.
+
+    Ctrl-C is one line too, and the status a shell expects.
+    """
     use_compilation_cache()
     target.quiet_cpu()
     try:
@@ -52,6 +55,9 @@ def exit_with(program: Callable[[], int | None], prog: str) -> None:
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        sys.exit(130)
     sys.exit(status or 0)
 
 

@@ -85,6 +85,8 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         if getattr(config, field) < 1:
             name = field.replace("_", "-")
             raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
+    if config.time_limit is not None and not config.time_limit >= 0:
+        raise UserError(f"--time-limit is {config.time_limit}; it must be 0 minutes or more")
     if not 0 <= config.seed < 2**32:  # what every user of the seed takes
         raise UserError(f"--seed is {config.seed}; it must lie in 0 to 2**32 - 1")
     shards = sizes["data"] * sizes["fsdp"]

@@ -104,12 +104,6 @@ def main(config: GenerateConfig) -> None:
             f"the prompt has {len(ids)} tokens, and the model was trained on {context} at once: "
             f"shorten it to {context - 1} or fewer"
         )
-    if config.max_new_tokens > room:
-        print(
-            f"note: at most {room} new tokens: the model's context is {context}, the prompt "
-            f"takes {len(ids)}",
-            file=sys.stderr,
-        )
     pieces = stream_text(
         run.decoder(dtype=precision.COMPUTE_DTYPES[run.config.precision]),
         run.tokenizer,
@@ -120,7 +114,13 @@ def main(config: GenerateConfig) -> None:
         seed=config.seed,
     )
     try:
-        _show(config.prompt)
+        if config.max_new_tokens > room:
+        print(
+            f"note: at most {room} new tokens: the model's context is {context}, the prompt "
+            f"takes {len(ids)}",
+            file=sys.stderr,
+        )
+    _show(config.prompt)
         for piece in pieces:
             _show(piece)
         _show("\n")

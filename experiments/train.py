@@ -127,6 +127,11 @@ def train(name: str, config: TrainConfig) -> int:
     restored = None if config.resume == "never" else checkpoints.restore(step.abstract_state)
     if config.resume == "never" and checkpoints.latest is not None:
         raise UserError(f"{folder} has checkpoints and --resume is never: choose another --run-dir")
+    if restored is None and any(checkpoints.folder.glob("*[0-9]")):
+        raise UserError(
+            f"no checkpoint in {checkpoints.folder} is whole: choose another --run-dir, or remove "
+            "that folder to begin anew"
+        )
     if config.resume == "must" and restored is None:
         raise UserError(f"{folder} has no whole checkpoint and --resume is must")
     if restored is None:

@@ -83,6 +83,11 @@ class DecoderConfig:
             )
         if self.head_size % 2:
             raise ValueError(f"head_size is {self.head_size}; rotary embedding needs an even one")
+        if not (self.norm_epsilon > 0 and self.rope_theta > 0):
+            raise ValueError(
+                f"norm_epsilon is {self.norm_epsilon} and rope_theta {self.rope_theta}; both must "
+                "be positive"
+            )
         if not self.windows or self.layers % len(self.windows):
             raise ValueError(
                 f"{self.layers} layers are no multiple of the group of {len(self.windows)} windows"

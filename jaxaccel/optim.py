@@ -1,6 +1,7 @@
 """Optimizers and schedules by configuration, as plain optax transformations."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -26,6 +27,21 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     """Applied to matrices and embeddings; never to norms and biases."""
+
+    def __post_init__(self):
+        legal = {
+            "learning_rate": (0 <= self.learning_rate < math.inf, "0 or more, and finite"),
+            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+            "final_fraction": (0 <= self.final_fraction <= 1, "0 to 1"),
+            "decay_fraction": (0 <= self.decay_fraction <= 1, "0 to 1"),
+            "b1": (0 <= self.b1 < 1, "0 to 1, without 1"),
+            "b2": (0 <= self.b2 < 1, "0 to 1, without 1"),
+            "epsilon": (0 < self.epsilon < math.inf, "positive"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more, and finite"),
+        }
+        for field, (holds, range_) in legal.items():
+            if not holds:
+                raise ValueError(f"{field} is {getattr(self, field)}; legal is {range_}")
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

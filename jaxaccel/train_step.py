@@ -38,6 +38,8 @@ class StepConfig:
 
     def __post_init__(self):
         remat.parse(self.remat)
+        if not 0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss is {self.z_loss}; it must be 0 or more, and finite")
         if not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
 
