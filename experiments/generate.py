@@ -113,14 +113,14 @@ def main(config: GenerateConfig) -> None:
         top_p=config.top_p,
         seed=config.seed,
     )
-    try:
-        if config.max_new_tokens > room:
+    if config.max_new_tokens > room:
         print(
             f"note: at most {room} new tokens: the model's context is {context}, the prompt "
             f"takes {len(ids)}",
             file=sys.stderr,
         )
-    _show(config.prompt)
+    try:
+        _show(config.prompt)
         for piece in pieces:
             _show(piece)
         _show("\n")
