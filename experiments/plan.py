@@ -19,7 +19,7 @@ from experiments import cli, configs
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
-from experiments.plan_plot import draw
+from experiments.plan_plot import check_picture, draw
 from jaxaccel import optim, plan, sharding, target
 from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
@@ -208,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(name: str, config: PlanConfig) -> None:
     """Compiles, reads and prints one plan."""
+    if config.plot:
+        check_picture(Path(config.plot))
     with user_errors():
         on = target.parse(config.target)
     if config.precision == "auto":

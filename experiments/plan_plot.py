@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.errors import UserError
 from jaxaccel.plan import Report
 from jaxaccel.timeline import Timeline
 
@@ -17,6 +18,19 @@ PARTS = {  # of a bar, from below: label and colour
 }
 OTHER = ("other temporaries", "#b0b0b0")
 COMPUTE, HIDDEN, EXPOSED = "#4c72b0", "#55a868", "#c44e52"
+
+
+def check_picture(path: Path) -> None:
+    """Refuses, before minutes of compiling, a file that no picture could be written to.
+
+    Raises:
+      UserError: its folder does not exist, or its ending names no format.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.parent}")
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UserError(f"--plot {path}: its ending is to be one of {', '.join(formats)}")
 
 
 def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, limit_gib: float):
