@@ -237,11 +237,12 @@ def report(name: str, config: PlanConfig) -> None:
             file=sys.stderr,
         )
     if config.plot:
-        bars = [(f"--remat {config.remat}", analysis.report)]
+        bars = [(f"{config.remat}\n(this plan)", analysis.report)]
         for policy in POLICIES_DRAWN:
             if policy != config.remat:
                 other = compile_step(dataclasses.replace(config, remat=policy), on)
                 bars.append((policy, other.analyse(name).report))
+        bars.sort(key=lambda bar: -bar[1].peak_gib)
         draw(Path(config.plot), bars, analysis.timeline, on.gpu.visible_bytes / GIB)
         print(f"picture: {config.plot}", file=sys.stderr)
     print(json.dumps(result.to_json()) if config.json else table(result, analysis))

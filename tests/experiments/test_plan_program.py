@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from experiments.plan_plot import shares
 from jaxaccel.nn import parameter_count
+from jaxaccel.timeline import Segment
 
 KEYS = (
     "target config peak_gib parameters_gib optimizer_gib gradients_gib activations_gib "
@@ -60,3 +62,11 @@ def test_bad_input_is_one_line(options, expected):
     assert len(err.strip().splitlines()) == 1, err
     for part in expected:
         assert part in err
+
+
+def test_the_timeline_leaves_out_no_transfer_however_short():
+    transfers = [Segment("communication", 0.1 * n, 0.001, "", False) for n in range(10)]
+    filled = shares(transfers, 1.0, 20)
+    assert filled.tolist() == pytest.approx([0.02, 0] * 10, abs=1e-9)
+    whole = shares([Segment("compute", 0.0, 0.5, "", False)], 1.0, 7)
+    assert whole.tolist() == pytest.approx([1, 1, 1, 0.5, 0, 0, 0])
