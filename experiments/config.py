@@ -89,6 +89,8 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         raise UserError(f"--time-limit is {config.time_limit}; it must be 0 minutes or more")
     if not 0 <= config.seed < 2**32:  # what every user of the seed takes
         raise UserError(f"--seed is {config.seed}; it must lie in 0 to 2**32 - 1")
+    if config.budget_gib is not None and not config.budget_gib > 0:  # nan too
+        raise UserError(f"--budget-gib is {config.budget_gib}; it must be above 0")
     shards = sizes["data"] * sizes["fsdp"]
     unit = shards * config.micro_batches
     below = config.batch // unit

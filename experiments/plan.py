@@ -19,7 +19,7 @@ from experiments import cli, configs
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
-from experiments.plan_plot import draw
+from experiments.plan_plot import check_picture, draw
 from jaxaccel import optim, plan, sharding, target
 from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
@@ -208,6 +208,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(name: str, config: PlanConfig) -> None:
     """Compiles, reads and prints one plan."""
+    if config.plot:
+        check_picture(Path(config.plot))
     with user_errors():
         on = target.parse(config.target)
     if config.precision == "auto":
@@ -235,11 +237,12 @@ def report(name: str, config: PlanConfig) -> None:
             file=sys.stderr,
         )
     if config.plot:
-        bars = [(f"--remat {config.remat}", analysis.report)]
+        bars = [(f"{config.remat}\n(this plan)", analysis.report)]
         for policy in POLICIES_DRAWN:
             if policy != config.remat:
                 other = compile_step(dataclasses.replace(config, remat=policy), on)
                 bars.append((policy, other.analyse(name).report))
+        bars.sort(key=lambda bar: -bar[1].peak_gib)
         draw(Path(config.plot), bars, analysis.timeline, on.gpu.visible_bytes / GIB)
         print(f"picture: {config.plot}", file=sys.stderr)
     print(json.dumps(result.to_json()) if config.json else table(result, analysis))

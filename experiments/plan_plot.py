@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from experiments.errors import UserError
 from jaxaccel.plan import Report
-from jaxaccel.timeline import Timeline
+from jaxaccel.timeline import Segment, Timeline
 
 PARTS = {  # of a bar, from below: label and colour
     "parameters_gib": ("parameters", "#4c72b0"),
@@ -17,6 +19,40 @@ PARTS = {  # of a bar, from below: label and colour
 }
 OTHER = ("other temporaries", "#b0b0b0")
 COMPUTE, HIDDEN, EXPOSED = "#4c72b0", "#55a868", "#c44e52"
+COLUMNS = 400  # of the timeline
+
+
+def shares(segments: Sequence[Segment], seconds: float, columns: int) -> np.ndarray:
+    """How much of each of `columns` equal parts of a step the segments fill.
+
+    A transfer is often thinner than a pixel, and would be drawn or left out by chance.
+
+    Args:
+      segments: of one stream, not overlapping.
+      seconds: the step's.
+      columns: how many parts.
+
+    Returns:
+      Shares from 0 to 1.
+    """
+    edges = np.linspace(0, seconds, columns + 1)
+    filled = np.zeros(columns + 1)
+    for s in segments:
+        filled += np.clip(edges - s.start, 0, s.duration)  # before each edge
+    return np.diff(filled) / (seconds / columns)
+
+
+def check_picture(path: Path) -> None:
+    """Refuses, before minutes of compiling, a file that no picture could be written to.
+
+    Raises:
+      UserError: its folder does not exist, or its ending names no format.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.parent}")
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise UserError(f"--plot {path}: its ending is to be one of {', '.join(formats)}")
 
 
 def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, limit_gib: float):
@@ -44,27 +80,36 @@ def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, lim
     for x, (_, r) in enumerate(bars):
         text = f"{r.peak_gib:.1f} GiB\n+{r.recompute_flops_fraction:.0%} FLOP"
         memory.annotate(text, (x, r.peak_gib), ha="center", va="bottom", fontsize=9)
-    memory.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
-    memory.annotate(f"{limit_gib:.0f} GiB: the GPU", (0, limit_gib), va="bottom", fontsize=9)
-    memory.set_ylim(0, 1.15 * max(limit_gib, *(r.peak_gib for _, r in bars)))
+    tallest = max(r.peak_gib for _, r in bars)
+    title = f"{report.config} on {report.target}: memory by rematerialisation policy"
+    if limit_gib < 3 * tallest:
+        memory.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
+        memory.annotate(f"{limit_gib:.0f} GiB: the GPU", (-0.3, limit_gib), va="bottom", fontsize=9)
+        tallest = max(tallest, limit_gib)
+    else:
+        title += f" (the GPU has {limit_gib:.0f} GiB)"
+    memory.set_ylim(0, 1.2 * tallest)
     memory.set_ylabel("GiB a device (compiled)")
-    memory.set_title(f"{report.config} on {report.target}: memory by rematerialisation policy")
-    memory.legend(loc="upper right", fontsize=9)
+    memory.set_title(title)
+    memory.set_xlim(-0.5, len(bars) + 0.2)
+    handles, names = memory.get_legend_handles_labels()
+    memory.legend(handles[::-1], names[::-1], loc="center right", fontsize=9)
 
     rows = {"compute": 1, "communication": 0}
+    edges = np.linspace(0, 1e3 * timeline.seconds, COLUMNS + 1)
     for stream, row in rows.items():
-        for exposed in (False, True):
+        below = np.full(COLUMNS, row - 0.35)
+        for exposed in (True, False):
             color = COMPUTE if stream == "compute" else EXPOSED if exposed else HIDDEN
-            spans = [
-                (1e3 * s.start, 1e3 * s.duration)
-                for s in timeline.segments
-                if s.stream == stream and s.exposed == exposed
-            ]
-            time.broken_barh(spans, (row - 0.35, 0.7), facecolors=color)
+            of_kind = [s for s in timeline.segments if (s.stream, s.exposed) == (stream, exposed)]
+            above = below + 0.7 * shares(of_kind, timeline.seconds, COLUMNS)
+            above = np.minimum(above, row + 0.35)  # copies to the host beside collectives
+            time.stairs(above, edges, baseline=below, fill=True, color=color)
+            below = above
     time.set_yticks(list(rows.values()), list(rows))
     time.set_ylim(-0.6, 1.6)
     time.set_xlim(0, 1e3 * timeline.seconds)
-    time.set_xlabel("milliseconds of one step (modelled)")
+    time.set_xlabel("milliseconds of one step (modelled); height: share of that moment in use")
     time.set_title(
         f"modelled step {1e3 * timeline.seconds:.0f} ms; waiting for communication (red) "
         f"{timeline.exposed_fraction:.1%}, green is hidden behind compute"

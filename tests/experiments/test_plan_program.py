@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from experiments.plan_plot import shares
 from jaxaccel.nn import parameter_count
+from jaxaccel.timeline import Segment
 
 KEYS = (
     "target config peak_gib parameters_gib optimizer_gib gradients_gib activations_gib "
@@ -48,6 +50,8 @@ def test_json_has_the_keys_and_the_static_sizes():
         (["--target", "h300"], ["h300", "did you mean h200?"]),
         (["--target", "h200x8", "--mesh", "fsdp=3"], ["fsdp=3", "8 devices"]),
         (["--budget-gib", "0.001"], ["0.00 GiB", "fsdp"]),
+        (["--plot", "no/such/folder/plan.png"], ["no/such/folder"]),
+        (["--plot", "plan.docx"], ["plan.docx", "png", "svg"]),
         (["--remat", "names:nonsense"], ["nonsense", "query", "mlp_gate"]),
         (["--target", "h200x8", "--batch", "4"], ["--batch 4", "multiples of 8"]),
     ],
@@ -58,3 +62,11 @@ def test_bad_input_is_one_line(options, expected):
     assert len(err.strip().splitlines()) == 1, err
     for part in expected:
         assert part in err
+
+
+def test_the_timeline_leaves_out_no_transfer_however_short():
+    transfers = [Segment("communication", 0.1 * n, 0.001, "", False) for n in range(10)]
+    filled = shares(transfers, 1.0, 20)
+    assert filled.tolist() == pytest.approx([0.02, 0] * 10, abs=1e-9)
+    whole = shares([Segment("compute", 0.0, 0.5, "", False)], 1.0, 7)
+    assert whole.tolist() == pytest.approx([1, 1, 1, 0.5, 0, 0, 0])

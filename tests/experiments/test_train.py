@@ -196,6 +196,7 @@ def test_dry_run_writes_nothing(run, tmp_path):
         (["--resume", "must"], ["no whole checkpoint"]),
         (["--profile", "7"], ["START:STOP"]),
         (["--steps", "0"], ["--steps is 0"]),
+        (["--remat", "auto", "--budget-gib", "nan"], ["--budget-gib is nan", "above 0"]),
         (["--remat", "offload"], ["--remat offload", "full"]),
         (["--seed", "-1"], ["--seed is -1", "2**32 - 1"]),
     ],
