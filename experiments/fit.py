@@ -35,7 +35,7 @@ def check_floor(floor: int, limit: float) -> None:
     """Refuses a budget below what no rematerialisation can lower."""
     if limit < floor:
         raise UserError(
-            f"a budget of {limit / GIB:.2f} GiB is below the {floor / GIB:.2f} GiB of parameters "
+            f"a budget of {limit / GIB:.3g} GiB is below the {floor / GIB:.3g} GiB of parameters "
             "and optimizer state on each device, which rematerialisation cannot lower; more "
             "devices on the mesh's fsdp axis can"
         )
@@ -72,7 +72,7 @@ def changes_that_fit(
             if peak <= limit:
                 options = [f"--remat {policy}"] * (policy != config.remat)
                 options += [f"--micro-batches {count}"] * (count != config.micro_batches)
-                found.append(f"{' '.join(options)} (compiled peak {peak / GIB:.2f} GiB)")
+                found.append(f"{' '.join(options)} (compiled peak {peak / GIB:.3g} GiB)")
                 break  # more parts would fit too, and gain nothing
         if len(found) == most:
             break

@@ -144,14 +144,19 @@ def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
     if not config.mesh and made.on.nodes == 1 and twice <= MAX_GPUS_PER_NODE and rows % 2 == 0:
         wider = dataclasses.replace(made.on, gpus_per_node=twice)
         changes["static"].append((f"--target {wider}", config, wider))
+    doubled = {"batch": 2 * config.batch, "micro_batches": 2 * config.micro_batches}
+    text = f"--batch {doubled['batch']} --micro-batches {doubled['micro_batches']}"
+    changes["batch"].append(same(text, **doubled))
     for bottleneck in plan.bottlenecks(report, rows):
-        lines.append(f"{WHY[bottleneck]}: {', '.join(plan.TOOLS[bottleneck])}")
         for text, changed, on in changes[bottleneck]:
             peak = compile_step(changed, on).peak_bytes / GIB
             lines.append(
-                f"{text}: compiled peak {peak:.2f} GiB instead of {report.peak_gib:.2f} "
-                f"({peak - report.peak_gib:+.2f})"
+                f"{WHY[bottleneck]}: {text}: compiled peak {peak:.3g} GiB instead of "
+                f"{report.peak_gib:.3g} ({peak - report.peak_gib:+.3g})"
             )
+        if not changes[bottleneck]:
+            tools = ", ".join(plan.TOOLS[bottleneck])
+            lines.append(f"{WHY[bottleneck]}: what helps is {tools}; no option is left to compile")
     return tuple(lines)
 
 

@@ -114,7 +114,8 @@ def train(name: str, config: TrainConfig) -> int:
             raise UserError("--remat auto needs --budget-gib here: the device states no limit")
         state_bytes = sharded_bytes(build(dataclasses.replace(config, remat="none")).abstract_state)
         fitted = fit.fit(config, peak_of, limit, state_bytes)
-        print(f"--remat auto: {fitted.policy}, of {', '.join(fitted.tried)} compiled")
+        tried = (f"{name} {peak / GIB:.3g} GiB" for name, peak in fitted.tried.items())
+        print(f"--remat auto: {fitted.policy}, of these compiled: {', '.join(tried)}")
         config = dataclasses.replace(config, remat=fitted.policy)
     step = build(config)
     if devices[0].platform == "cpu" and re.search(r"\boffload\b|@host\b", config.remat):

@@ -84,8 +84,8 @@ def fit_remat(
     if high is None:
         smallest = min(tried, key=tried.__getitem__)
         raise NothingFitsError(
-            f"no rematerialisation policy fits {budget_bytes / GIB:.2f} GiB: the smallest "
-            f"compiled peak is {tried[smallest] / GIB:.2f} GiB, under {smallest}"
+            f"no rematerialisation policy fits {budget_bytes / GIB:.3g} GiB: the smallest "
+            f"compiled peak is {tried[smallest] / GIB:.3g} GiB, under {smallest}"
         )
     while low < high:
         middle = (low + high) // 2

@@ -49,7 +49,7 @@ def test_json_has_the_keys_and_the_static_sizes():
     [
         (["--target", "h300"], ["h300", "did you mean h200?"]),
         (["--target", "h200x8", "--mesh", "fsdp=3"], ["fsdp=3", "8 devices"]),
-        (["--budget-gib", "0.001"], ["0.00 GiB", "fsdp"]),
+        (["--budget-gib", "0.001"], ["a budget of 0.001 GiB", "fsdp"]),
         (["--plot", "no/such/folder/plan.png"], ["no/such/folder"]),
         (["--plot", "plan.docx"], ["plan.docx", "png", "svg"]),
         (["--remat", "names:nonsense"], ["nonsense", "query", "mlp_gate"]),
