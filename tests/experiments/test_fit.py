@@ -143,7 +143,7 @@ def test_auto_chooses_while_training(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main([*options, "--steps", "3", "--remat", "auto", "--budget-gib", "0.00001"])
     assert stop.value.code == 2
-    assert "a budget of 1e-05 GiB is below the 0.000" in capsys.readouterr().err
+    assert "a budget of 1e-05 GiB is below the 5." in capsys.readouterr().err
 
 
 class OutOfMemory:
