@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from experiments.data import DataConfig
 from experiments.errors import UserError
+from jaxaccel.fp8 import Scaling
 from jaxaccel.nn import DecoderConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
@@ -19,6 +20,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
+    fp8_scaling: Scaling = Scaling()
 
     run_dir: str = ""
     """Folder of the run; empty: runs/CONFIG. Running again with the same folder resumes."""
@@ -33,6 +35,13 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of activations and matmuls; parameters are float32. auto: bfloat16 on GPU, float32 on CPU."""
+    fp8: Literal["off", "current", "delayed", "block"] = "off"
+    """Matmuls of the layers in FP8, by where the scales come from: this tensor, the last steps'
+    (see --fp8-scaling), or tiles of 128. May change when a run is resumed."""
+    fp8_layers: str = "*"
+    """Which of query, key, value, attention_output, gate, up, down; comma-separated patterns."""
+    fp8_strict: bool = False
+    """Refuse a device that has no FP8 matmuls, instead of computing the same values by casting."""
     remat: str = "selective"
     """What the backward pass recomputes, from least to most: none, attention, selective, full,
     sqrt; also offload, names:NAME,NAME@host, or auto: the least that fits the budget."""
@@ -70,9 +79,9 @@ class TrainConfig:
 
 
 # Options that say how a run is carried out or watched, not which numbers it computes:
-# they may differ when a run is resumed.
+# they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
-    "run_dir steps micro_batches remat budget_gib mesh log_every eval_every save_every "
+    "fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat budget_gib mesh log_every eval_every save_every "
     "eval_batches keep max_skipped resume time_limit profile tensorboard wandb_project "
     "sample_prompt dry_run".split()
 )

@@ -42,8 +42,16 @@ def split(batch: PyTree[Array], count: int) -> PyTree[Array]:
     return jax.tree.map(cut, batch)
 
 
+def add(total: PyTree[Array], part: PyTree[Array]) -> PyTree[Array]:
+    """Adds two trees, leaf by leaf."""
+    return jax.tree.map(jnp.add, total, part)
+
+
 def accumulate(
-    fn: Callable[[PyTree[Array]], PyTree[Array]], batch: PyTree[Array], count: int
+    fn: Callable[[PyTree[Array]], PyTree[Array]],
+    batch: PyTree[Array],
+    count: int,
+    combine: Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]] = add,
 ) -> PyTree[Array]:
     """Sum of `fn` over `count` micro-batches of `batch`, one after the other.
 
@@ -54,6 +62,7 @@ def accumulate(
         `jax.value_and_grad` of a sum over tokens. Sum in float32: give it float32.
       batch: arrays with a common leading dimension.
       count: number of micro-batches; 1 calls `fn` once, without a loop.
+      combine: `(total, part) -> total`, in place of the sum; it begins with zeros.
 
     Returns:
       The sum, in the dtypes that `fn` returns.
@@ -69,6 +78,6 @@ def accumulate(
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def body(total, part):
-        return jax.tree.map(jnp.add, total, fn(part)), None
+        return combine(total, fn(part)), None
 
     return jax.lax.scan(body, zeros, parts)[0]

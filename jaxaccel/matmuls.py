@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 
+from jaxaccel import names
 from jaxaccel.hlo import (
     COLLECTIVES,
     REMATERIALISED,
@@ -27,7 +28,7 @@ from jaxaccel.hlo import (
     while_parts,
 )
 
-FP8_SCOPE = "fp8_matmul"
+FP8_SCOPE = names.FP8_MATMUL
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

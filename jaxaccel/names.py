@@ -28,6 +28,10 @@ ATTENTION_NORM = "attention_norm"
 MLP_NORM = "mlp_norm"
 MLP_ACTIVATION = "mlp_activation"
 
+# No tensor but a scope (`jax.named_scope`): matmuls in it are meant to be FP8. XLA may widen
+# an operand and leave no trace of it; a matmul of this scope that is not FP8 was lost.
+FP8_MATMUL = "fp8_matmul"
+
 MATMULS = (QUERY, KEY, VALUE, ATTENTION_OUTPUT, MLP_GATE, MLP_UP, MLP_OUTPUT)
 ATTENTION = (ATTENTION_CONTEXT, ATTENTION_LSE)
 ELEMENTWISE = (LAYER_INPUT, ATTENTION_NORM, MLP_NORM, MLP_ACTIVATION)

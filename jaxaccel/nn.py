@@ -15,7 +15,7 @@ C head size, F width of the MLP, V vocabulary, L stack of layers.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -150,11 +150,37 @@ def rotate(x_BTHC: Array, cos_BTC: Array, sin_BTC: Array) -> Array:
     return out.astype(x_BTHC.dtype)
 
 
+class NextValue(nnx.Variable):
+    """State of a matmul whose gradient is its next value; no parameter."""
+
+
+class Prepared(nnx.Variable):
+    """A kernel in the form in which its matmul reads it, made before; no parameter."""
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
+    """Shape of the kernel of each linear layer in a decoder's layer, by its name there."""
+    c = config
+    queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
+    return {
+        "query": (c.width, queries),
+        "key": (c.width, keys),
+        "value": (c.width, keys),
+        "attention_output": (queries, c.width),
+        "gate": (c.width, c.mlp_width),
+        "up": (c.width, c.mlp_width),
+        "down": (c.mlp_width, c.width),
+    }
+
+
 class Linear(nnx.Module):
     """`x @ kernel (+ bias)`; leading dimensions of `x` are merged into one.
 
     A two-dimensional matmul is what the FP8 rewriting of XLA expects, and its weight
     gradient is one matmul too (with three dimensions XLA's CPU back end transposes).
+
+    A `dot_general` with a method `init_state` is given that state as `state=`, and what
+    `prepared` holds as `weight=`.
     """
 
     def __init__(
@@ -173,10 +199,17 @@ class Linear(nnx.Module):
         zeros = jnp.zeros((stack, shape[1]))
         self.bias = nnx.Param(zeros, axes=("layers", axes[1])) if bias else None
         self.dot_general = dot_general
+        init_state = getattr(dot_general, "init_state", lambda stack: None)
+        state = init_state((stack,))
+        self.matmul_state = None if state is None else NextValue(state)
+        self.prepared = nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         flat = x.reshape(-1, x.shape[-1])
-        out = self.dot_general(flat, self.kernel[...].astype(x.dtype), (((1,), (0,)), ((), ())))
+        more = {"state": self.matmul_state, "weight": self.prepared}
+        more = {key: held.get_value() for key, held in more.items() if held is not None}
+        kernel = self.kernel[...].astype(x.dtype)
+        out = self.dot_general(flat, kernel, (((1,), (0,)), ((), ())), **more)
         if self.bias is not None:
             out = out + self.bias[...].astype(x.dtype)[None]
         return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -208,24 +241,24 @@ class Layer(nnx.Module):
         *,
         stack: int,
         rngs: nnx.Rngs,
-        dot_general: Callable,
+        dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
         norm: Callable,
     ):
-        c = config
-        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+        c, shapes = config, linear_shapes(config)
         # Output projections start smaller, so that the stream's variance does not grow
         # with depth (GPT-2; Radford et al. 2019, section 2.3).
         out_scale = 1 / math.sqrt(2 * c.layers)
 
-        def linear(shape, axes, *, bias=False, scale=1.0):
+        def linear(name, axes, *, bias=False, scale=1.0):
+            per_layer = isinstance(dot_general, Mapping)
             return Linear(
-                shape,
+                shapes[name],
                 axes,
                 stack=stack,
                 bias=bias,
-                std=scale / math.sqrt(shape[0]),
-                dot_general=dot_general,
+                std=scale / math.sqrt(shapes[name][0]),
+                dot_general=dot_general[name] if per_layer else dot_general,
                 rngs=rngs,
             )
 
@@ -233,16 +266,16 @@ class Layer(nnx.Module):
             return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=norm)
 
         self.attention_norm = make_norm(c.width, "embed")
-        self.query = linear((c.width, q_size), ("embed", "heads"), bias=c.qkv_bias)
-        self.key = linear((c.width, kv_size), ("embed", "kv_heads"), bias=c.qkv_bias)
-        self.value = linear((c.width, kv_size), ("embed", "kv_heads"), bias=c.qkv_bias)
+        self.query = linear("query", ("embed", "heads"), bias=c.qkv_bias)
+        self.key = linear("key", ("embed", "kv_heads"), bias=c.qkv_bias)
+        self.value = linear("value", ("embed", "kv_heads"), bias=c.qkv_bias)
         self.query_norm = make_norm(c.head_size, None) if c.qk_norm else None
         self.key_norm = make_norm(c.head_size, None) if c.qk_norm else None
-        self.attention_output = linear((q_size, c.width), ("heads", "embed"), scale=out_scale)
+        self.attention_output = linear("attention_output", ("heads", "embed"), scale=out_scale)
         self.mlp_norm = make_norm(c.width, "embed")
-        self.gate = linear((c.width, c.mlp_width), ("embed", "mlp"))
-        self.up = linear((c.width, c.mlp_width), ("embed", "mlp"))
-        self.down = linear((c.mlp_width, c.width), ("mlp", "embed"), scale=out_scale)
+        self.gate = linear("gate", ("embed", "mlp"))
+        self.up = linear("up", ("embed", "mlp"))
+        self.down = linear("down", ("mlp", "embed"), scale=out_scale)
         self.config, self.window, self.attention = c, window, attention
 
     def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
@@ -287,7 +320,8 @@ class Decoder(nnx.Module):
       config: the shape.
       rngs: `nnx.Rngs`; the stream `params` is drawn from.
       dtype: of activations and of each weight as it is used; parameters are float32.
-      dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature.
+      dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature; or one for each
+        name of `linear_shapes`.
       attention: with `pallas_kernels.attention.attention`'s signature.
       norm: `(x, scale, epsilon) -> x`.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
@@ -307,7 +341,7 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         dtype: Any = jnp.float32,
-        dot_general: Callable = jax.lax.dot_general,
+        dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
         norm: Callable = rms_norm_op.rms_norm,
         scan: Callable = jax.lax.scan,

@@ -16,7 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, losses, precision, remat, sharding
+from jaxaccel import accumulate, fp8, losses, nn, precision, remat, sharding
+from jaxaccel.fp8 import DelayedState, Quantized, Scaling
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale, LossScaleConfig
 from jaxaccel.remat import Policy
@@ -35,6 +36,9 @@ class StepConfig:
     clip_norm: float = 1.0
     z_loss: float = 0.0
     loss_scale: LossScaleConfig = LossScaleConfig()
+    fp8: Literal["off", "current", "delayed", "block"] = "off"
+    fp8_layers: str = "*"  # shell patterns of names in `nn.linear_shapes`, comma-separated
+    fp8_scaling: Scaling = Scaling()
 
     def __post_init__(self):
         remat.parse(self.remat)
@@ -57,6 +61,7 @@ class TrainState:
     skipped: Int[Array, ""]  # int32: steps whose gradients were not finite, in all
     skipped_in_row: Int[Array, ""]  # int32: and up to now without a finite one between
     key: Array  # uint32 key data, for whatever draws at random
+    fp8: PyTree[DelayedState]  # by layer and matmul; empty but for delayed scaling
 
 
 class StepMetrics(NamedTuple):
@@ -68,6 +73,7 @@ class StepMetrics(NamedTuple):
     loss_scale: Float[Array, ""]  # the one this step used
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
+    fp8_skipped: Float[Array, ""]  # non-finite magnitudes that delayed scaling left out, in all
 
 
 class TrainStep(NamedTuple):
@@ -75,7 +81,8 @@ class TrainStep(NamedTuple):
 
     init: Callable[[Array], TrainState]  # from a PRNG key
     step: jax.stages.Wrapped  # (state, batch) -> (state, StepMetrics); donates the state
-    evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params
+    warm_up: jax.stages.Wrapped  # (state, batch) -> state with FP8 scales; donates the state
+    evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params; never in FP8
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_sharding: NamedSharding
     place: Callable[[Mapping[str, Any]], Batch]  # host arrays (this process' rows) to devices
@@ -121,6 +128,48 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     return nnx.to_pure_dict(placed)
 
 
+def fp8_layers(model: DecoderConfig, config: StepConfig) -> dict[str, str]:
+    """Which linear layers of a decoder become FP8.
+
+    Args:
+      model: shape of the decoder.
+      config: its `fp8_layers`.
+
+    Returns:
+      By name: "" for a layer that becomes FP8, else why it does not.
+
+    Raises:
+      ValueError: the filter leaves no layer.
+    """
+    patterns = [pattern.strip() for pattern in config.fp8_layers.split(",")]
+    return fp8.choose(nn.linear_shapes(model), patterns)
+
+
+def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
+    """The matmul of each linear layer, by name."""
+    if config.fp8 == "off":
+        return dict.fromkeys(nn.linear_shapes(model), jax.lax.dot_general)
+    dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
+    reasons = fp8_layers(model, config)
+    return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
+
+
+def _fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
+    """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
+
+    def cast(linear: nn.Linear) -> Quantized | None:
+        state = linear.matmul_state and linear.matmul_state.get_value()
+        if isinstance(dot := linear.dot_general, fp8.DotGeneral):
+            return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
+        return None
+
+    found = [
+        {name: cast(getattr(layer, name)) for name in nn.linear_shapes(decoder.config)}
+        for layer in decoder.layers
+    ]
+    return [{name: w for name, w in layer.items() if w is not None} for layer in found]
+
+
 def abstract_batch(step: TrainStep, rows: int, sequence: int) -> Batch:
     """Shapes of a batch, to compile `step.step` with `step.abstract_state` for.
 
@@ -157,25 +206,33 @@ def make_train_step(
     """
     # 1. Mesh and shardings, from an abstract model: nothing is allocated yet.
     dtype = precision.COMPUTE_DTYPES[config.precision]
-    build = functools.partial(
+    plain = functools.partial(
         Decoder,
         model,
         dtype=dtype,
-        # 2. The model's arguments: the loop over layers decides what is recomputed, and
-        #    activations are placed on the mesh.
+        # 2. The model's arguments: the loop over layers decides what is recomputed, activations
+        #    are placed on the mesh, and the layers' matmuls are plain or FP8. Scales that are
+        #    not known yet are found once, by `warm_up`; a step relies on them.
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
-    abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    graphdef = nnx.split(abstract)[0]
-    abstract_params = nnx.to_pure_dict(nnx.state(abstract))
+    build = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=False))
+    build_cold = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=True))
+    split = lambda build: nnx.split(
+        jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param, nn.NextValue
+    )
+    abstract = jax.eval_shape(lambda: plain(rngs=nnx.Rngs(0)))
+    graphdef, abstract_params = nnx.split(abstract)
+    abstract_params = nnx.to_pure_dict(abstract_params)
     params_sharding = parameter_shardings(abstract, mesh)
     whole = sharding.replicated(mesh)
     rows = sharding.batch_sharding(mesh)
 
     def init(key: Array) -> TrainState:
         params_key, key = jax.random.split(key)
-        params = nnx.to_pure_dict(nnx.state(build(rngs=nnx.Rngs(params=params_key))))
+        decoder = build(rngs=nnx.Rngs(params=params_key))
+        _, params, matmul_state = nnx.split(decoder, nnx.Param, nn.NextValue)
+        params = nnx.to_pure_dict(params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -184,14 +241,14 @@ def make_train_step(
             skipped=jnp.int32(0),
             skipped_in_row=jnp.int32(0),
             key=jax.random.key_data(key),
+            fp8=nnx.to_pure_dict(matmul_state),
         )
 
     # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
     #    count of the whole batch.
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
 
-    def loss_sums(params, batch: Batch) -> losses.LossSums:
-        decoder = nnx.merge(graphdef, params)
+    def loss_sums(decoder: Decoder, batch: Batch) -> losses.LossSums:
         rows_here = -(-batch["tokens"].shape[0] // shards)
         hidden = decoder(
             batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
@@ -204,8 +261,39 @@ def make_train_step(
             chunk=losses.chunk_positions(rows_here, model.vocab_size),
         )
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    # 4. Gradients over micro-batches. Each is divided by the token count of the whole batch,
+    #    so their sum is the large batch's gradient, ragged or not. Weights are cast to FP8 once
+    #    for all of them; FP8 state, whose gradient is its next value, merges by maximum.
+    def gradients(build, state: TrainState, batch: Batch, count: Array):
+        graphdef = split(build)[0]
+        weights = []
+        if config.micro_batches > 1:
+            weights = _fp8_weights(nnx.merge(graphdef, state.params, state.fp8))
+
+        def objective(params, fp8_state, part: Batch):
+            decoder = nnx.merge(graphdef, params, fp8_state)
+            for layer, prepared in zip(decoder.layers, weights):
+                for name, weight in prepared.items():
+                    getattr(layer, name).prepared = nn.Prepared(weight)
+            sums = loss_sums(decoder, part)
+            return sums.objective * (state.loss_scale.scale / count), sums.nll
+
+        def gradient(part: Batch):
+            with_value = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+            (_, nll), (grads, fp8_next) = with_value(state.params, state.fp8, part)
+            return (nll, grads), fp8_next
+
+        def combine(total, part):
+            return (
+                accumulate.add(total[0], part[0]),
+                jax.tree.map(jnp.maximum, total[1], part[1]),
+            )
+
         batch = {key: batch[key] for key in BATCH_KEYS}
+        sums, fp8_next = accumulate.accumulate(gradient, batch, config.micro_batches, combine)
+        return sums, fp8.settle(state.fp8, fp8_next)
+
+    def count_tokens(batch: Batch) -> tuple[Array, Array]:
         unit = shards * config.micro_batches
         if batch["tokens"].shape[0] % unit:
             raise ValueError(
@@ -214,20 +302,16 @@ def make_train_step(
                 f"legal are multiples of {unit}"
             )
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, dtype=jnp.int32)
-        count = jnp.maximum(tokens, 1).astype(jnp.float32)
+        return tokens, jnp.maximum(tokens, 1).astype(jnp.float32)
+
+    def warm_up(state: TrainState, batch: Batch) -> TrainState:
+        _, fp8_state = gradients(build_cold, state, batch, count_tokens(batch)[1])
+        return dataclasses.replace(state, fp8=fp8_state)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        tokens, count = count_tokens(batch)
+        (nll, grads), fp8_state = gradients(build, state, batch, count)
         scale = state.loss_scale.scale
-
-        # 4. Gradients over micro-batches. Each is divided by the token count of the whole
-        #    batch, so their sum is the large batch's gradient, ragged or not.
-        def objective(params, part: Batch):
-            sums = loss_sums(params, part)
-            return sums.objective * (scale / count), sums.nll
-
-        def gradient(part: Batch):
-            (_, nll), grads = jax.value_and_grad(objective, has_aux=True)(state.params, part)
-            return nll, grads
-
-        nll, grads = accumulate.accumulate(gradient, batch, config.micro_batches)
 
         # 5. Once a batch: check, unscale in float32 and clip. The norm is finite only if every
         #    gradient is: one reduction serves as check, metric and clip. The scale is a power
@@ -260,8 +344,13 @@ def make_train_step(
             skipped=skipped,
             skipped_in_row=in_row,
             key=state.key,
+            fp8=fp8_state,
         )
-        return new, StepMetrics(nll / count, norm, tokens, scale, skipped, in_row)
+        fp8_skipped = fp8.skipped(fp8_state)
+        return new, StepMetrics(nll / count, norm, tokens, scale, skipped, in_row, fp8_skipped)
+
+    def evaluate(params, batch: Batch) -> losses.LossSums:
+        return loss_sums(nnx.merge(graphdef, params), batch)
 
     # 7. The sharding of the state: moments lie like their parameters, scalars everywhere.
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -282,7 +371,13 @@ def make_train_step(
             in_shardings=(state_sharding, rows),
             out_shardings=(state_sharding, whole),
         ),
-        evaluate=jax.jit(loss_sums, in_shardings=(params_sharding, rows), out_shardings=whole),
+        warm_up=jax.jit(
+            warm_up,
+            donate_argnums=0,
+            in_shardings=(state_sharding, rows),
+            out_shardings=state_sharding,
+        ),
+        evaluate=jax.jit(evaluate, in_shardings=(params_sharding, rows), out_shardings=whole),
         abstract_state=jax.tree.map(place, shapes, state_sharding),
         batch_sharding=rows,
         place=lambda batch: {

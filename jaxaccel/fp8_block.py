@@ -1,0 +1,142 @@
+"""FP8 matmuls with a scale for every 128 values: DeepSeek-V3's recipe.
+
+Activations and gradients are scaled in tiles of 1 x 128 along the contraction, weights in
+blocks of 128 x 128, so that an outlier spoils its tile and nothing else. Being finely scaled,
+all operands are e4m3. Products of 128 are summed by the tensor cores, then scaled and added in
+float32, which also mends the tensor cores' short accumulator (arXiv:2412.19437, section 3.3).
+
+A tile lies along the contraction. The weight gradient contracts over tokens and not over
+channels, so activations and gradients are cast twice, both times from the original; of an
+activation only the second cast is kept for the backward pass. Square blocks serve both ways.
+
+XLA has no matmul with such scales for Hopper. This one is a loop over blocks of 128, each an
+FP8 matmul, which reads and writes the float32 sum every time: right, on any device, and slow.
+
+Shape suffixes: M tokens, K contracted, N columns; k = K / 128 and n = N / 128, rounded up.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxaccel import names, numerics, sharding
+from jaxaccel.numerics import Quantized
+
+BLOCK = 128
+FORMAT = "e4m3"
+
+
+def matmul(
+    x: Float[Array, "*B M K"],
+    w: Float[Array, "*B K N"],
+    weight: Quantized | None = None,
+    power_of_two: bool = False,
+) -> Float[Array, "*B M N"]:
+    """`x @ w` with tiles of `x` and blocks of `w` scaled each for itself.
+
+    Args:
+      x: activations.
+      w: weights.
+      weight: `w` from `quantize_blocks`; `w` then only gets the gradient.
+      power_of_two: round scales up to powers of two.
+
+    Returns:
+      In x's dtype.
+    """
+    multiply = functools.partial(_matmul, power_of_two)
+    for _ in range(x.ndim - 2):
+        multiply = jax.vmap(multiply)
+    return multiply(x, w, weight)
+
+
+def quantize_blocks(w_KN: Float[Array, "K N"], power_of_two: bool = False) -> Quantized:
+    """A weight in blocks of 128 x 128.
+
+    Args:
+      w_KN: floating-point.
+      power_of_two: round scales up to powers of two.
+
+    Returns:
+      Values padded with zeros to multiples of 128, a scale [k, n] for each block.
+    """
+    w_KN = _pad(_pad(w_KN, 0), 1)
+    tiles = w_KN.reshape(w_KN.shape[0] // BLOCK, BLOCK, w_KN.shape[1] // BLOCK, BLOCK)
+    amax = numerics.amax(tiles, (1, 3))
+    scale = numerics.scale(amax, FORMAT, power_of_two=power_of_two)
+    values = numerics.cast(tiles, scale[:, None, :, None], FORMAT)
+    return Quantized(values.reshape(w_KN.shape), scale, amax)
+
+
+def quantize_tiles(x_KN: Float[Array, "K N"], power_of_two: bool = False) -> Quantized:
+    """An activation or gradient in tiles of 128 x 1, along the dim to be contracted.
+
+    Args:
+      x_KN: floating-point.
+      power_of_two: round scales up to powers of two.
+
+    Returns:
+      Values padded with zeros to K a multiple of 128, a scale [k, N] for each tile.
+    """
+    x_KN = _pad(x_KN, 0)
+    tiles = x_KN.reshape(x_KN.shape[0] // BLOCK, BLOCK, x_KN.shape[1])
+    amax = numerics.amax(tiles, 1)
+    scale = numerics.scale(amax, FORMAT, power_of_two=power_of_two)
+    return Quantized(numerics.cast(tiles, scale[:, None], FORMAT).reshape(x_KN.shape), scale, amax)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(power_of_two: bool, x_MK, w_KN, weight: Quantized | None):
+    return _matmul_fwd(power_of_two, x_MK, w_KN, weight)[0]
+
+
+def _matmul_fwd(power_of_two: bool, x_MK, w_KN, weight: Quantized | None):
+    weight = quantize_blocks(w_KN, power_of_two) if weight is None else weight
+    out = _contract(quantize_tiles(x_MK.T, power_of_two), weight)[:, : w_KN.shape[1]]
+    like = jnp.zeros((0, w_KN.shape[1]), w_KN.dtype)  # all that the backward pass needs of it
+    return out.astype(x_MK.dtype), (quantize_tiles(x_MK, power_of_two), weight, like)
+
+
+def _matmul_bwd(power_of_two: bool, residuals, g_MN):
+    x, w, like = residuals
+    w_NK = Quantized(w.values.T, w.scale.T, w.amax.T)
+    dx = _contract(quantize_tiles(g_MN.T, power_of_two), w_NK)[:, : x.values.shape[1]]
+    dw = _contract(x, quantize_tiles(g_MN, power_of_two))
+    return dx.astype(g_MN.dtype), dw.astype(like.dtype), None
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _contract(a: Quantized, b: Quantized) -> Float[Array, "M N"]:
+    """a [K, M] and b [K, N], both with 128 x 1 tiles or 128 x 128 blocks, summed over K."""
+    blocks = a.values.shape[0] // BLOCK
+    (a_values, a_scale), (b_values, b_scale) = (
+        (
+            x.values.reshape(blocks, BLOCK, x.values.shape[1]),
+            jnp.repeat(x.scale, x.values.shape[1] // x.scale.shape[1], axis=1),
+        )
+        for x in (a, b)
+    )
+
+    def add(total, block):
+        a, a_scale, b, b_scale = block
+        with jax.named_scope(names.FP8_MATMUL):
+            product = jax.lax.dot_general(
+                a,
+                b,
+                (((0,), (0,)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
+        return total + product * a_scale[:, None] * b_scale[None], None
+
+    zeros = jnp.zeros((a.values.shape[1], b.values.shape[1]), jnp.float32)
+    zeros, _, _ = sharding.vary_alike(zeros, a.scale, b.scale)
+    return jax.lax.scan(add, zeros, (a_values, a_scale, b_values, b_scale))[0]
+
+
+def _pad(x: Array, dim: int) -> Array:
+    """With zeros to a multiple of 128."""
+    return jnp.pad(x, [(0, -x.shape[d] % BLOCK if d == dim else 0) for d in range(x.ndim)])
