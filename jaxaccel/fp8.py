@@ -73,7 +73,7 @@ __all__ = [
 class DotGeneral:
     """A matmul in FP8, with the signature of `jax.lax.dot_general`; made by `dot_general`."""
 
-    recipe: Recipe
+    recipe: str
     scaling: Scaling
     warm_start: bool
 
@@ -146,7 +146,7 @@ class DotGeneral:
 
 
 def dot_general(
-    recipe: Recipe = "current",
+    recipe: Recipe | str = "current",
     scaling: Scaling = Scaling(),  # noqa: B008 (frozen)
     *,
     warm_start: bool = True,

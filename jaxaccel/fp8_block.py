@@ -112,13 +112,11 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 def _contract(a: Quantized, b: Quantized) -> Float[Array, "M N"]:
     """a [K, M] and b [K, N], both with 128 x 1 tiles or 128 x 128 blocks, summed over K."""
     blocks = a.values.shape[0] // BLOCK
-    (a_values, a_scale), (b_values, b_scale) = (
-        (
-            x.values.reshape(blocks, BLOCK, x.values.shape[1]),
-            jnp.repeat(x.scale, x.values.shape[1] // x.scale.shape[1], axis=1),
-        )
-        for x in (a, b)
-    )
+
+    def cut(x: Quantized) -> tuple[Array, Array]:
+        width = x.values.shape[1]
+        times = 1 if x.scale.shape[1] == width else BLOCK  # a tile is one column wide, or a block
+        return x.values.reshape(blocks, BLOCK, width), jnp.repeat(x.scale, times, axis=1)
 
     def add(total, block):
         a, a_scale, b, b_scale = block
@@ -134,7 +132,7 @@ def _contract(a: Quantized, b: Quantized) -> Float[Array, "M N"]:
 
     zeros = jnp.zeros((a.values.shape[1], b.values.shape[1]), jnp.float32)
     zeros, _, _ = sharding.vary_alike(zeros, a.scale, b.scale)
-    return jax.lax.scan(add, zeros, (a_values, a_scale, b_values, b_scale))[0]
+    return jax.lax.scan(add, zeros, (*cut(a), *cut(b)))[0]
 
 
 def _pad(x: Array, dim: int) -> Array:
