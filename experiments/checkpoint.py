@@ -106,7 +106,7 @@ class Checkpoints:
           SaveError: this save, or the one before it, failed: no space left, say.
         """
         self.wait()
-        leaves = _flatten(state)
+        leaves = flatten(state)
         tmp = self.path(step, ".tmp")
         try:
             if jax.process_index() == 0:
@@ -174,6 +174,13 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the whole checkpoints, ascending (by file sizes, not checksums)."""
         return [step for step, path in sorted(self._found().items()) if manifest.is_whole(path)]
+
+    def arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What the newest whole checkpoint holds, by dotted name; empty if there is none."""
+        if self.latest is None:
+            return {}
+        kinds = manifest.read(self._found()[self.latest])["arrays"]
+        return {key: _shape(kind) for key, kind in kinds.items()}
 
     @property
     def latest(self) -> int | None:
@@ -264,7 +271,7 @@ class Checkpoints:
         if path.suffix == ".tmp":
             raise DamagedError("its save was cut short, or is not over")
         contents = manifest.read(path)
-        wanted = _flatten(like, part)
+        wanted = flatten(like, part)
         within = {
             key: kind
             for key, kind in contents["arrays"].items()
@@ -307,7 +314,7 @@ def _not_of_orbax_tasks(record: logging.LogRecord) -> bool:
     return os.path.dirname(ocp.__file__) not in record.getMessage()
 
 
-def _flatten(tree: PyTree, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: PyTree, prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted path, in the tree's order."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -324,6 +331,12 @@ def _flatten(tree: PyTree, prefix: str = "") -> dict[str, Any]:
 def _kind(leaf: Any) -> str:
     """Dtype and shape, as in `float32[3,4]`."""
     return f"{leaf.dtype.name}[{','.join(map(str, leaf.shape))}]"
+
+
+def _shape(kind: str) -> jax.ShapeDtypeStruct:
+    """Of a `_kind`."""
+    dtype, _, dims = kind[:-1].partition("[")
+    return jax.ShapeDtypeStruct(tuple(map(int, filter(None, dims.split(",")))), dtype)
 
 
 def _check_fit(path: Path, stored: dict[str, str], wanted: dict[str, str], show: int = 4) -> None:

@@ -81,9 +81,9 @@ class TrainConfig:
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
-    "fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat budget_gib mesh log_every eval_every save_every "
-    "eval_batches keep max_skipped resume time_limit profile tensorboard wandb_project "
-    "sample_prompt dry_run".split()
+    "fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat budget_gib mesh "
+    "log_every eval_every save_every eval_batches keep max_skipped resume time_limit profile "
+    "tensorboard wandb_project sample_prompt dry_run".split()
 )
 
 

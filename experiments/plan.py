@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from experiments import cli, configs
+from experiments import cli, configs, fp8
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
@@ -230,6 +230,9 @@ def report(name: str, config: PlanConfig) -> None:
         config = dataclasses.replace(config, remat=found.policy)
     elif config.budget_gib is not None:
         check_floor(floor_bytes(config, on), limit)
+    if config.fp8 != "off":
+        on_device = fp8.check_device(config, on.gpu, on.gpu.name)
+        print("\n".join([fp8.describe(config), *filter(None, [on_device])]), file=sys.stderr)
     made = compile_step(config, on)
     analysis = made.analyse(name)
     advice = advise(made, analysis) if config.advice else ()

@@ -120,8 +120,12 @@ def check_tokenizer(tokenizer: Tokenizer, fingerprint: str, folder: Path) -> Non
         )
 
 
-def check_same(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Refuses to go on with a run under options that would make it another run."""
+def check_same(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> TrainConfig:
+    """Refuses to go on with a run under options that would make it another run.
+
+    Returns:
+      The options that the run had so far.
+    """
     saved, fingerprint = read_config(folder)
     check_tokenizer(tokenizer, fingerprint, folder)
     old, new = identity(saved), identity(config)
@@ -132,6 +136,7 @@ def check_same(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
             f"{folder} holds a run with other options: {shown}; "
             "take them back, or choose another --run-dir"
         )
+    return saved
 
 
 def _from_json(kind: Any, value: Any) -> Any:

@@ -38,6 +38,7 @@ KEYS = (
     "peak_memory_gib",
     "skipped_steps",  # so far, for a non-finite gradient
     "loss_scale",
+    "fp8_skipped",  # non-finite magnitudes that delayed scaling left out, so far
 )
 
 _LINE = {

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments import checkpoint, cli, configs, data, fit, generate, manifest, metrics, run
+from experiments import checkpoint, cli, configs, data, fit, fp8, generate, manifest, metrics, run
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
 from experiments.config import TrainConfig, check_options, step_config
@@ -24,8 +24,9 @@ from experiments.errors import UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
-from jaxaccel import optim, precision, sharding
+from jaxaccel import optim, precision, sharding, target
 from jaxaccel.budget import GIB
+from jaxaccel.fp8 import is_cold
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token, parameter_count
 from jaxaccel.plan import peak_bytes
@@ -74,10 +75,15 @@ def train(name: str, config: TrainConfig) -> int:
     with user_errors():
         sizes = sharding.parse_mesh(config.mesh, len(devices))
     check_options(config, sizes)
+    notes = []
+    if config.fp8 != "off":
+        gpu = target.find(devices[0].device_kind)
+        on_device = fp8.check_device(config, gpu, devices[0].device_kind)
+        notes = [fp8.describe(config), *filter(None, [on_device])]
     if config.dry_run:
         tree = dataclasses.asdict(config)
         print(pprint.pformat(tree, sort_dicts=False, width=100, compact=True))
-        print(describe(config, sizes))
+        print("\n".join([describe(config, sizes), *notes]))
         return 0
 
     # ---- Tokenizer and text -------------------------------------------------------------
@@ -87,9 +93,9 @@ def train(name: str, config: TrainConfig) -> int:
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary "
             f"{config.model.vocab_size}: pass --model.vocab-size {tokenizer.vocab_size} or more"
         )
-    resuming = (folder / "config.json").exists()
-    if resuming:
-        run.check_same(folder, config, tokenizer)
+    saved_fp8 = config.fp8
+    if (folder / "config.json").exists():
+        saved_fp8 = run.check_same(folder, config, tokenizer).fp8
     corpus = data.load_corpus(config.data, tokenizer)
     shape = {"batch": config.batch, "sequence": config.sequence}
     batches = data.train_iterator(corpus, **shape, seed=config.seed)
@@ -125,7 +131,9 @@ def train(name: str, config: TrainConfig) -> int:
 
     # ---- Resume or begin ----------------------------------------------------------------
     checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
-    restored = None if config.resume == "never" else checkpoints.restore(step.abstract_state)
+    restored = None
+    if config.resume != "never":
+        restored = fp8.restore(checkpoints, step.abstract_state, saved_fp8, config.fp8)
     if config.resume == "never" and checkpoints.latest is not None:
         raise UserError(f"{folder} has checkpoints and --resume is never: choose another --run-dir")
     if restored is None and any(checkpoints.folder.glob("*[0-9]")):
@@ -165,7 +173,7 @@ def train(name: str, config: TrainConfig) -> int:
     except OSError as error:
         raise UserError(f"cannot write run folder {folder}: {error}") from error
     with checkpoints, stop, log:
-        log.message(describe(config, sizes))
+        log.message("\n".join([describe(config, sizes), *notes]))
         log.message(describe_corpus(corpus, tokenizer))
         log.message(f"{metrics.MFU_CONVENTION}; peak {peak.flops:.3g} FLOP/s: {peak.source}")
         if first:
@@ -196,17 +204,22 @@ def train(name: str, config: TrainConfig) -> int:
                     "peak_memory_gib": metrics.peak_memory_gib(devices[0]),
                     "skipped_steps": int(figures.skipped),
                     "loss_scale": float(figures.loss_scale),
+                    "fp8_skipped": int(figures.fp8_skipped),
                 }
             )
 
         # A step's figures are read after the next one is under way: the device never waits.
         pending = None
         done = first
+        cold = bool(is_cold(state.fp8))
         while done < config.steps:
             profile.before(done + 1)
             batch = next(batches)
             try:
-                state, figures = step.step(state, step.place(batch))
+                placed = step.place(batch)
+                if cold:  # FP8 scales from the first batch that is seen
+                    state, cold = step.warm_up(state, placed), False
+                state, figures = step.step(state, placed)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) or done > first:
                     raise

@@ -90,7 +90,7 @@ def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
       scaling: window, margin, formats.
 
     Returns:
-      A function of a state without stack and float32 [3]. Inside `jax.shard_map` it takes the
+      A function of a state and float32 [3]. Inside `jax.shard_map` it takes the
       maximum over devices, under `jax.vmap` with one state over examples.
     """
 
@@ -99,31 +99,31 @@ def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
         axes = tuple(sharding.varying(top) - sharding.varying(state.scale))
         if axes:  # inside shard_map the devices see unlike shards
             top = jax.lax.pmax(top, axes)
-        window = jnp.concatenate([top[:, None], state.history[:, :-1]], axis=1)
-        wanted = window.max(1) if scaling.use == "max" else top
-        scale = jnp.stack([
+        window = jnp.concatenate([top[..., None], state.history[..., :-1]], axis=-1)
+        wanted = window.max(-1) if scaling.use == "max" else top
+        scales = [
             numerics.scale(
-                wanted[i] * 2.0**scaling.margin,
+                wanted[..., i] * 2.0**scaling.margin,
                 getattr(scaling, operand),
                 power_of_two=scaling.power_of_two,
             )
             for i, operand in enumerate(OPERANDS)
-        ])  # fmt: skip
+        ]
         finite = jnp.isfinite(top)
         return DelayedState(
-            scale=jnp.where(finite & (wanted > 0), scale, state.scale),
-            history=jnp.where(finite[:, None], window, state.history),
+            scale=jnp.where(finite & (wanted > 0), jnp.stack(scales, axis=-1), state.scale),
+            history=jnp.where(finite[..., None], window, state.history),
             skipped=state.skipped + (~finite).astype(jnp.float32),
         )
 
     @record.def_vmap
     def _(size, batched, state, top):
-        state_batched, top_batched = batched
-        if any(jax.tree.leaves(state_batched)):
-            in_axes = jax.tree.map(lambda b: 0 if b else None, (state_batched, top_batched))
-            out = jax.vmap(record, in_axes, axis_size=size)(state, top)
-            return out, jax.tree.map(lambda _: True, state)
-        return record(state, top.max(0)), jax.tree.map(lambda _: False, state)
+        each = batched[0].scale  # a state for each example, or one for all
+        if each:
+            top = top if batched[1] else jnp.broadcast_to(top, (size, *top.shape))
+        else:
+            top = top.max(0)
+        return record(state, top), jax.tree.map(lambda _: each, state)
 
     return record
 
