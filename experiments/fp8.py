@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from experiments.checkpoint import Checkpoints, Restored, flatten
-from experiments.config import TrainConfig, step_config
+from experiments.config import TrainConfig
 from experiments.errors import UserError, user_errors
 from jaxaccel.fp8 import DelayedState, with_window
 from jaxaccel.target import Gpu
@@ -23,12 +23,11 @@ def describe(config: TrainConfig) -> str:
       UserError: the filter leaves no layer.
     """
     with user_errors():
-        reasons = fp8_layers(config.model, step_config(config))
+        reasons = fp8_layers(config.model, config.fp8_layers)
     converted = [name for name, reason in reasons.items() if not reason]
     kept = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
-    dtype = config.precision if config.precision != "auto" else "the compute type"
-    others = ["embedding and output head", "attention's scores", "norms"]
-    return f"fp8 {config.fp8}: {', '.join(converted)}; in {dtype}: {', '.join([*kept, *others])}"
+    kept += ["embedding and output head", "attention's scores", "norms"]
+    return f"fp8 {config.fp8}: {', '.join(converted)}; in {config.precision}: {', '.join(kept)}"
 
 
 def check_device(config: TrainConfig, gpu: Gpu | None, name: str) -> str:

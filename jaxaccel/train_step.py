@@ -128,12 +128,12 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     return nnx.to_pure_dict(placed)
 
 
-def fp8_layers(model: DecoderConfig, config: StepConfig) -> dict[str, str]:
+def fp8_layers(model: DecoderConfig, patterns: str) -> dict[str, str]:
     """Which linear layers of a decoder become FP8.
 
     Args:
       model: shape of the decoder.
-      config: its `fp8_layers`.
+      patterns: shell patterns of names, comma-separated.
 
     Returns:
       By name: "" for a layer that becomes FP8, else why it does not.
@@ -141,8 +141,8 @@ def fp8_layers(model: DecoderConfig, config: StepConfig) -> dict[str, str]:
     Raises:
       ValueError: the filter leaves no layer.
     """
-    patterns = [pattern.strip() for pattern in config.fp8_layers.split(",")]
-    return fp8.choose(nn.linear_shapes(model), patterns)
+    asked = [pattern.strip() for pattern in patterns.split(",")]
+    return fp8.choose(nn.linear_shapes(model), asked)
 
 
 def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
@@ -150,7 +150,7 @@ def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> d
     if config.fp8 == "off":
         return dict.fromkeys(nn.linear_shapes(model), jax.lax.dot_general)
     dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
-    reasons = fp8_layers(model, config)
+    reasons = fp8_layers(model, config.fp8_layers)
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 
@@ -158,10 +158,10 @@ def _fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
     """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
 
     def cast(linear: nn.Linear) -> Quantized | None:
-        state = linear.matmul_state and linear.matmul_state.get_value()
-        if isinstance(dot := linear.dot_general, fp8.DotGeneral):
-            return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
-        return None
+        if not isinstance(dot := linear.dot_general, fp8.DotGeneral):
+            return None
+        state = None if linear.matmul_state is None else linear.matmul_state.get_value()
+        return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
 
     found = [
         {name: cast(getattr(layer, name)) for name in nn.linear_shapes(decoder.config)}

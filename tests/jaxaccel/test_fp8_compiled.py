@@ -1,0 +1,134 @@
+"""Every matmul of a converted layer is FP8 in the program for an H200, and memory does not grow."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from experiments.configs import load
+from experiments.plan import compile_step
+from jaxaccel import fp8, hlo, matmuls, nn, target
+
+pytestmark = pytest.mark.target
+
+PLAIN = (((1,), (0,)), ((), ()))
+# What stays in 16 bits: attention's five matmuls, forward and back, and the head's three.
+HEAD = ("btd,vd->btv", "btv,btd->vd", "btv,vd->btd")
+ATTENTION = ("bkrd,bksd->bkrs", "bkrs,bkse->bkre", "bksd,bkrd->bksr", "bkse,bkre->bksr",
+             "bkds,bksr->bkdr", "bksr,bkrd->bksd", "bksr,bkre->bkse")  # fmt: skip
+
+
+@functools.cache
+def program(gpus="h200", **options):
+    """`llama-1b3` compiled; temporaries in bytes, and its matmuls."""
+    config = dataclasses.replace(load("llama-1b3"), precision="bfloat16", **options)
+    made = compile_step(config, target.parse(gpus)).program
+    memory = made.memory_analysis()
+    return memory.temp_size_in_bytes, matmuls.matmuls(hlo.parse(made.as_text()))
+
+
+def linear_flops(config, tokens):
+    """Of the layers' matmuls in one pass."""
+    return 2 * tokens * config.layers * sum(k * n for k, n in nn.linear_shapes(config).values())
+
+
+def strangers(found):
+    """Matmuls that are neither FP8, nor the head's, nor attention's; and all lost FP8."""
+    expected = lambda m: m.dtype == "fp8" or any(s in m.op_name for s in HEAD + ATTENTION)
+    return [m for m in found if not expected(m) or m.was_fp8]
+
+
+def check(found, model, tokens, repeated=0.0):
+    """XLA merges matmuls of a common input; the FLOP stay: forward and two matmuls back."""
+    assert not strangers(found)
+    flops = sum(m.count * m.flops for m in found if m.dtype == "fp8")
+    assert flops == (3 + repeated) * linear_flops(model, tokens)
+
+
+MODEL = load("llama-1b3").model
+ROW = load("llama-1b3").sequence
+
+
+def test_current_with_selective_recomputation_and_its_memory():
+    """A peer's FP8 kept operands twice and needed 1.66 times the memory of bfloat16."""
+    plain, wide = program(batch=4)
+    temporaries, found = program(batch=4, fp8="current")
+    check(found, MODEL, 4 * ROW)
+    assert temporaries <= 1.02 * plain
+    assert len(strangers(wide)) >= 16  # the check can fail
+
+
+def test_delayed_without_recomputation_keeps_less():
+    _, found = program(batch=4, fp8="delayed", remat="none")
+    check(found, MODEL, 4 * ROW)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_on_eight_gpus_weights_travel_in_fp8(recipe):
+    config = dataclasses.replace(
+        load("llama-1b3"), precision="bfloat16", batch=16, fp8=recipe, remat="full"
+    )
+    made = compile_step(config, target.parse("h200x8"))
+    module = hlo.parse(made.program.as_text())
+    found = matmuls.matmuls(module)
+    assert not strangers(found)
+    flops = sum(m.count * m.flops for m in found if m.dtype == "fp8")
+    once = linear_flops(MODEL, 2 * ROW)  # of one device's rows
+    assert 3 * once < flops <= 4 * once  # recomputation leaves out what nobody reads
+    gathered = [
+        shape
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode.startswith("all-gather") and not node.opcode.endswith("done")
+        for shape in node.shapes
+    ]
+    weights = [s for s in gathered if s.dims in nn.linear_shapes(MODEL).values()]
+    assert weights and {s.dtype for s in weights} == {"f8e4m3fn"}
+
+
+def unrolled(body, carry, xs):
+    """`jax.lax.scan` as a Python loop."""
+    for i in range(2):
+        carry, _ = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+    return carry, None
+
+
+def two_layers(**arguments):
+    """The gradient of two layers of a small decoder, without a scan."""
+    model = dataclasses.replace(MODEL, layers=2, width=512, mlp_width=1024, vocab_size=256)
+    build = lambda: nn.Decoder(
+        model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, scan=unrolled, **arguments
+    )
+    graphdef, *state = nnx.split(jax.eval_shape(build), nnx.Param, nn.NextValue)
+    shapes = [nnx.to_pure_dict(s) for s in state]
+
+    def loss(params, matmul_state, tokens):
+        hidden = nnx.merge(graphdef, params, matmul_state)(tokens)
+        return jnp.sum(hidden.astype(jnp.float32) ** 2)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    compiled = target.parse("h200").compile(step, *shapes, tokens)
+    return model, matmuls.matmuls(hlo.parse(compiled.as_text()))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_without_a_scan(recipe):
+    model, found = two_layers(dot_general=fp8.dot_general(recipe))
+    check(found, model, 2 * 512)
+
+
+def test_a_planted_mismatch_is_caught():
+    """Both operands of a backward matmul e5m2: XLA widens them without a word."""
+    scaling = fp8.Scaling()
+    object.__setattr__(scaling, "lhs", "e5m2")  # which `Scaling` itself refuses
+    names = nn.linear_shapes(MODEL)
+    dots = dict.fromkeys(names, fp8.dot_general())
+    dots["up"] = fp8.dot_general("current", scaling)
+    _, found = two_layers(dot_general=dots)
+    lost = strangers(found)
+    assert {m.was_fp8 for m in lost} == {True}
+    assert len(lost) == 2  # the weight gradient of two layers
