@@ -47,8 +47,8 @@ class Scaling:
             raise ValueError(f"window is {self.window} steps; delayed scaling needs at least 1")
         if self.gradient == "e5m2" and "e5m2" in (self.lhs, self.rhs):
             raise ValueError(
-                f"formats are lhs {self.lhs}, rhs {self.rhs}, gradient {self.gradient}; no GPU "
-                "multiplies e5m2 with e5m2: make one of each pair e4m3"
+                f"formats are lhs {self.lhs}, rhs {self.rhs}, gradient {self.gradient}; "
+                "cuBLAS has no matmul of e5m2 with e5m2: make one of each pair e4m3"
             )
         if not -16 <= self.margin <= 16:
             raise ValueError(f"margin is {self.margin} doublings; legal is -16 to 16")

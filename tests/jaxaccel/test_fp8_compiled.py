@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,10 @@ from flax import nnx
 
 from experiments.configs import load
 from experiments.plan import compile_step
-from jaxaccel import fp8, hlo, matmuls, nn, target
+from jaxaccel import fp8, hlo, matmuls, names, nn, target
 
 pytestmark = pytest.mark.target
 
-PLAIN = (((1,), (0,)), ((), ()))
 # What stays in 16 bits: attention's five matmuls, forward and back, and the head's three.
 HEAD = ("btd,vd->btv", "btv,btd->vd", "btv,vd->btd")
 ATTENTION = ("bkrd,bksd->bkrs", "bkrs,bkse->bkre", "bksd,bkrd->bksr", "bkse,bkre->bksr",
@@ -122,13 +122,16 @@ def test_without_a_scan(recipe):
 
 
 def test_a_planted_mismatch_is_caught():
-    """Both operands of a backward matmul e5m2: XLA widens them without a word."""
-    scaling = fp8.Scaling()
-    object.__setattr__(scaling, "lhs", "e5m2")  # which `Scaling` itself refuses
-    names = nn.linear_shapes(MODEL)
-    dots = dict.fromkeys(names, fp8.dot_general())
-    dots["up"] = fp8.dot_general("current", scaling)
-    _, found = two_layers(dot_general=dots)
+    """One layer casts one operand only: XLA widens the other without a word."""
+
+    def careless(lhs, rhs, dims):
+        (cast,) = jax.tree.leaves(fp8.quantize_weights(rhs, fp8.dot_general()))[:1]
+        with jax.named_scope(names.FP8_MATMUL):
+            return jax.lax.dot_general(lhs, cast.astype(lhs.dtype), dims)
+
+    dots = dict.fromkeys(nn.linear_shapes(MODEL), fp8.dot_general())
+    model, found = two_layers(dot_general=dots | {"up": careless})
     lost = strangers(found)
-    assert {m.was_fp8 for m in lost} == {True}
-    assert len(lost) == 2  # the weight gradient of two layers
+    assert lost and all(m.was_fp8 for m in lost)
+    flops = 2 * 2 * 512 * math.prod(nn.linear_shapes(model)["up"])
+    assert sum(m.count * m.flops for m in lost) == 3 * 2 * flops  # of two layers
