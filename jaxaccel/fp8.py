@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxaccel import fp8_block, fp8_delayed, names, numerics, sharding
+from jaxaccel import fp8_block, fp8_delayed, names, numerics
 from jaxaccel.fp8_delayed import (
     OPERANDS,
     DelayedState,
@@ -49,6 +49,7 @@ from jaxaccel.fp8_delayed import (
     with_window,
 )
 from jaxaccel.numerics import Quantized
+from pallas_kernels import manual_axes
 
 Dims = tuple[tuple[Any, Any], tuple[Any, Any]]  # ((contracting), (batch)), each (lhs, rhs)
 Recipe = Literal["current", "delayed", "block"]
@@ -136,7 +137,7 @@ class DotGeneral:
             raise ValueError(
                 f"weight= stands for an rhs [K, N] contracted over K; got {dimension_numbers}"
             )
-        a, b = sharding.vary_alike(a, b)
+        a, b = manual_axes.vary_alike(a, b)
         if self.recipe == "block":
             out = fp8_block.matmul(a, b, weight, self.scaling.power_of_two)
         else:

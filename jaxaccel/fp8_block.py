@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxaccel import names, numerics, sharding
+from jaxaccel import names, numerics
 from jaxaccel.numerics import Quantized
+from pallas_kernels import manual_axes
 
 BLOCK = 128
 FORMAT = "e4m3"
@@ -131,7 +132,7 @@ def _contract(a: Quantized, b: Quantized) -> Float[Array, "M N"]:
         return total + product * a_scale[:, None] * b_scale[None], None
 
     zeros = jnp.zeros((a.values.shape[1], b.values.shape[1]), jnp.float32)
-    zeros, _, _ = sharding.vary_alike(zeros, a.scale, b.scale)
+    zeros, _, _ = manual_axes.vary_alike(zeros, a.scale, b.scale)
     return jax.lax.scan(add, zeros, (*cut(a), *cut(b)))[0]
 
 

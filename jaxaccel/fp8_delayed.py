@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxaccel import numerics, sharding
+from jaxaccel import numerics
 from jaxaccel.numerics import Format
+from pallas_kernels import manual_axes
 
 OPERANDS = ("lhs", "rhs", "gradient")
 
@@ -96,7 +97,7 @@ def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
 
     @custom_vmap
     def record(state: DelayedState, top: Array) -> DelayedState:
-        axes = tuple(sharding.varying(top) - sharding.varying(state.scale))
+        axes = tuple(manual_axes.varying(top) - manual_axes.varying(state.scale))
         if axes:  # inside shard_map the devices see unlike shards
             top = jax.lax.pmax(top, axes)
         window = jnp.concatenate([top[..., None], state.history[..., :-1]], axis=-1)

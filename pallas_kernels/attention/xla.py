@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import manual_axes
 from pallas_kernels.attention.mask import (
     Band,
     MaskArrays,
@@ -95,6 +96,7 @@ def forward(
             return new_top, total * decay + p.sum(-1), sum_ * decay[..., None] + product
 
         state = top, total, jnp.zeros((*shape, v.shape[-1]))
+        state = manual_axes.vary_alike(*state, q, k, v)[:3]
         top, total, sum_ = grid.fold(grid.keys_of(row, rows), grid.key_tile, meet, state)
         some = total > 0
         divisor = jnp.where(some, total, 1.0)
@@ -158,11 +160,13 @@ def backward(
             return dq, dk, dv
 
         state = dq_BKDR, jnp.zeros(k_s.shape), jnp.zeros(v_s.shape)
+        state = manual_axes.vary_alike(*state)
         state = grid.fold(grid.queries_of(column, columns), grid.query_tile, meet, state)
         dq_BKDR, dk, dv = state
         return (dk.astype(q.dtype), dv.astype(q.dtype)), dq_BKDR
 
     dq_BKDR = jnp.zeros((*q.shape[:2], q.shape[3], q.shape[2]))
+    dq_BKDR = manual_axes.vary_alike(dq_BKDR, q, k, v, dout)[0]
     (dk, dv), dq_BKDR = grid.map_blocks(grid.keys, grid.key_tile, block, dq_BKDR)
     # One transpose: a swap of D and R alone would be folded back into the matmul.
     dq = dq_BKDR.reshape(*dq_BKDR.shape[:3], -1, groups).transpose(0, 3, 1, 4, 2)
