@@ -200,6 +200,35 @@ def constrainer(mesh: Mesh, rules: Rules = RULES) -> Callable[[Array, Sequence[s
     )
 
 
+def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Callable:
+    """Attention that each device computes for its own rows and heads.
+
+    Left to XLA's partitioner, a Pallas kernel is a black box whose operands it would gather.
+
+    Args:
+      attention: `(q [B, T, H, D], k, v [B, S, K, D], mask=) -> [B, T, H, D]`; the mask a pytree
+        of arrays [B, ...].
+      mesh: with `data`, `fsdp` and `tensor`.
+      kv_heads: K. If it does not divide by `tensor`, the partitioner has to do.
+
+    Returns:
+      The same function, for arrays on `mesh` under `jax.jit`.
+    """
+    if mesh.size == 1 or kv_heads % mesh.shape["tensor"]:
+        return attention
+    rows, heads = spec(("batch",)), spec(("batch", "sequence", "heads", None))
+
+    def attend(q: Array, k: Array, v: Array, *, mask: PyTree[Array]) -> Array:
+        return jax.shard_map(
+            lambda q, k, v, mask: attention(q, k, v, mask=mask),
+            mesh=mesh,
+            in_specs=(heads, heads, heads, jax.tree.map(lambda _: rows, mask)),
+            out_specs=heads,
+        )(q, k, v, mask)
+
+    return attend
+
+
 def like_parameters(
     state: PyTree, parameters: PyTree, placed: PyTree[NamedSharding], mesh: Mesh
 ) -> PyTree[NamedSharding]:

@@ -21,6 +21,7 @@ from jaxaccel.fp8 import DelayedState, Quantized, Scaling
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale, LossScaleConfig
 from jaxaccel.remat import Policy
+from pallas_kernels.attention import attention
 
 Batch = dict[str, Any]  # int32 [B, T] arrays, or their shapes
 BATCH_KEYS = ("tokens", "labels", "segments", "positions")
@@ -211,8 +212,10 @@ def make_train_step(
         model,
         dtype=dtype,
         # 2. The model's arguments: the loop over layers decides what is recomputed, activations
-        #    are placed on the mesh, and the layers' matmuls are plain or FP8. Scales that are
-        #    not known yet are found once, by `warm_up`; a step relies on them.
+        #    are placed on the mesh, each device attends with its own heads, and the layers'
+        #    matmuls are plain or FP8. Scales that are not known yet are found once, by
+        #    `warm_up`; a step relies on them.
+        attention=sharding.attention_on_shards(attention, mesh, model.kv_heads),
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
