@@ -271,54 +271,56 @@ def _consume(
 
     may_mask = shape.masked or q_ids is not None
 
-    def softmax(n, masked, column_ids, s, state):
+    def softmax(n, slot, masked, column_ids, s, state):
         """The probabilities of visit n, not yet divided, and what older ones shrink by."""
         top, total, *_ = state
         s, factor = logits(shape.options, s)
         if masked:
             s = hide(s, n, column_ids)
-        plgpu.barrier_arrive(k_free.at[lax.rem(n, stages)])
+        plgpu.barrier_arrive(k_free.at[slot])
         new_top = jnp.maximum(top, s.max(axis=1) * factor)
         # Where nothing was seen yet all is -inf, and -inf less -inf is no number.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if may_mask else new_top
         shrink = jnp.exp2(top - base)
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(base, s.shape, [0]))
         total = total * shrink + p.sum(axis=1)
-        return new_top, total, shrink, p.astype(shape.dtype)
+        return new_top, total, shrink, p
 
     def step(masked, n, carry):
         """Softmax of visit n, and the values of the visit before it."""
-        acc, state = carry
+        acc, p, top, total = carry
         slot, last = lax.rem(n, stages), lax.rem(n - 1, stages)
         column_ids = ids_of(n, masked)
         plgpu.barrier_wait(k_here.at[slot])
         plgpu.barrier_wait(v_here.at[last])
         plgpu.barrier_wait(turn.at[me])
-        acc, state = backend.overlap(
+        acc, (top, total, shrink, p) = backend.overlap(
             (q_smem.at[me], k_smem.at[slot].T),
-            (acc, state[3], v_smem.at[last]),
+            (acc, p, v_smem.at[last]),
             issued=lambda: plgpu.barrier_arrive(turn.at[1 - me]),
-            meanwhile=partial(softmax, n, masked, column_ids),
-            state=state,
+            meanwhile=partial(softmax, n, slot, masked, column_ids),
+            state=(top, total, top, jnp.zeros((block_q, block_kv), jnp.float32)),
         )
         plgpu.barrier_arrive(v_free.at[last])
-        return acc * lax.broadcast_in_dim(state[2], acc.shape, [0]), state
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
+        # Rounded only here: the registers of the last p were read until now.
+        return acc, lax.optimization_barrier(p).astype(shape.dtype), top, total
 
     def attend():
         pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         top = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROW)
         total = plgpu.layout_cast(jnp.zeros((block_q,), jnp.float32), ROW)
-        acc = jnp.zeros((block_q, value_size), jnp.float32)
-        column_ids = ids_of(jnp.int32(0), may_mask)
+        column_ids = ids_of(0, may_mask)
         plgpu.barrier_wait(k_here.at[0])
         s = backend.matmul(q_smem.at[me], k_smem.at[0].T)
-        state = softmax(jnp.int32(0), may_mask, column_ids, s, (top, total))
-        carry = plgpu.layout_cast(acc, plgpu.Layout.WGMMA), state
+        top, total, _, p = softmax(0, 0, may_mask, column_ids, s, (top, total))
+        acc = plgpu.layout_cast(jnp.zeros((block_q, value_size), jnp.float32), plgpu.Layout.WGMMA)
+        carry = acc, p.astype(shape.dtype), top, total
         edge = jnp.int32(1)
         if may_mask:
             edge = jnp.maximum(edge_count(visits), 1)
             carry = lax.fori_loop(1, edge, partial(step, True), carry)
-        acc, (top, total, _, p) = lax.fori_loop(edge, count, partial(step, False), carry)
+        acc, p, top, total = lax.fori_loop(edge, count, partial(step, False), carry)
         last = lax.rem(count - 1, stages)
         plgpu.barrier_wait(v_here.at[last])
         acc = backend.accumulate(acc, p, v_smem.at[last])
