@@ -56,7 +56,7 @@ class Tiles:
 TILES = {
     64: Tiles(64, 128, 4),
     128: Tiles(64, 128, 2),
-    192: Tiles(64, 64, 3),
+    192: Tiles(64, 64, 2),
     256: Tiles(64, 64, 2),
 }
 
