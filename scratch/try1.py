@@ -50,5 +50,5 @@ if __name__ == "__main__":
     if "sim" in sys.argv: sim()
     if "build" in sys.argv: build(128, 128)
     if "all" in sys.argv:
-        for D, E in ((64,64),(128,128),(192,128),(192,192),(256,256), (128, 64)):
+        for D, E in ((64,64),(128,128),(192,128),(192,192),(128, 64)):
             build(D, E); build(D, E, mask=Mask(causal=True, window=(100,None)), cap=30.0, seg=True)
