@@ -34,9 +34,9 @@ def build(D, E, mask=MASK, cap=None, works=None, T=4096, seg=False, dt=jnp.bfloa
     o = Options(band, D**-0.5, cap)
     tgt = target.parse("h200")
     os.environ["CUDA_ROOT"] = str(target._cuda_root())
-    for work, tiles in (works or mb.choose(D, E)).items():
+    for work, tiles in (works or mb.choose(D, E, soft_cap=cap is not None)).items():
         t = time.time()
-        f = lambda q,k,v,d,m,l,e: mb.gradients_of(work, tiles, o, q,k,v,d,m,l,e)
+        f = lambda q,k,v,d,m,l,e: mb.run(work, tiles, o, q,k,v,d,m,l,e)
         try:
             tgt.compile(jax.jit(f), s(1,T,H,D), s(1,T,K,D), s(1,T,K,E), s(1,T,H,E), arrays, s(1,T,H,dt=jnp.float32), s(1,T,H,dt=jnp.float32))
         except ValueError as e:
@@ -50,5 +50,5 @@ if __name__ == "__main__":
     if "sim" in sys.argv: sim()
     if "build" in sys.argv: build(128, 128)
     if "all" in sys.argv:
-        for D, E in ((64,64),(128,128),(192,128),(192,192),(128, 64)):
+        for D, E in ((64,64),(128,128),(192,128),(192,192),(256,256)):
             build(D, E); build(D, E, mask=Mask(causal=True, window=(100,None)), cap=30.0, seg=True)
