@@ -1,0 +1,118 @@
+"""What a Mosaic GPU kernel does in one way on a GPU and in another in the simulator.
+
+JAX's interpreter of Mosaic GPU kernels (`simulate`) knows shared memory, TMA, barriers and
+races. It lacks `pl.run_state`, a matmul whose left factor is in registers, and it does not
+check what a wgmma reads for races. The few functions here are written once for the GPU and
+once in plain JAX for the interpreter, chosen while tracing; kernels are otherwise the same
+program in both. Nothing else in this package may import from `jax._src`.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import config as jax_config
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def interpreting() -> bool:
+    """Whether what is traced now runs in the interpreter; part of the key of `jax.jit`."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+@contextlib.contextmanager
+def simulate(*, detect_races: bool = True) -> Generator[None]:
+    """Runs Mosaic GPU kernels on the CPU, in JAX's interpreter.
+
+    Args:
+      detect_races: raise RuntimeError ("RACE DETECTED") where two threads touch the same
+        memory unordered.
+
+    Example:
+      >>> with simulate():
+      ...     interpreting()
+      True
+    """
+    params = plgpu.InterpretGPUParams(detect_races=detect_races)
+    try:
+        with plgpu.force_gpu_interpret_mode(params):
+            yield
+    except Exception:
+        # A kernel that failed leaves threads and buffers behind that fail the next one.
+        interpret_pallas_call.reset_gpu_interpret_mode_state()
+        raise
+
+
+def matmul(a: Any, b: Any) -> jax.Array:
+    """`a @ b` in float32, waited for.
+
+    Args:
+      a: [m, k], in shared memory.
+      b: [k, n], in shared memory; may be transposed (`ref.T`).
+    """
+    if interpreting():
+        return _dot(a, b)
+
+    def scoped(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(scoped, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+    """`acc + a @ b` in float32, waited for.
+
+    Args:
+      acc: float32 [m, n], in registers.
+      a: [m, k], in shared memory or in registers.
+      b: [k, n], in shared memory; may be transposed.
+    """
+    if interpreting():
+        return acc + _dot(a, b)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def overlap(
+    product: tuple[Any, Any], sum_: tuple[jax.Array, Any, Any], meanwhile: Callable, state: Any
+) -> tuple[jax.Array, Any]:
+    """Two matmuls in flight at once, and work on the first while the second runs.
+
+    Args:
+      product: `a`, `b` as in `matmul`.
+      sum_: `acc`, `a`, `b` as in `accumulate`.
+      meanwhile: called with (product, state), returns the new state, of the same structure.
+      state: arrays in registers.
+
+    Returns:
+      `acc + a @ b`, and the new state.
+    """
+    (a1, b1), (acc, a2, b2) = product, sum_
+    if interpreting():
+        # Read late what the second matmul reads: memory given up too early is then a race.
+        state = meanwhile(_dot(a1, b1), state)
+        return acc + _dot(a2, b2), state
+
+    def body(refs):
+        acc_ref, state_refs = refs
+
+        def scoped(product_ref):
+            plgpu.wgmma(product_ref, a1, b1)
+            plgpu.wgmma(acc_ref, a2, b2)
+            values = jax.tree.map(lambda ref: ref[...], state_refs)
+            return meanwhile(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), values)
+
+        shape = a1.shape[0], b1.shape[1]
+        values = pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+        for ref, value in zip(jax.tree.leaves(state_refs), jax.tree.leaves(values), strict=True):
+            ref[...] = value
+
+    return pl.run_state(body)((plgpu.ACC.init(acc), state))
+
+
+def _dot(a: Any, b: Any) -> jax.Array:
+    return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
