@@ -78,13 +78,19 @@ def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
 
 
 def overlap(
-    product: tuple[Any, Any], sum_: tuple[jax.Array, Any, Any], meanwhile: Callable, state: Any
+    product: tuple[Any, Any],
+    sum_: tuple[jax.Array, Any, Any],
+    *,
+    issued: Callable[[], None],
+    meanwhile: Callable,
+    state: Any,
 ) -> tuple[jax.Array, Any]:
     """Two matmuls in flight at once, and work on the first while the second runs.
 
     Args:
       product: `a`, `b` as in `matmul`.
       sum_: `acc`, `a`, `b` as in `accumulate`.
+      issued: called when both are on their way.
       meanwhile: called with (product, state), returns the new state, of the same structure.
       state: arrays in registers.
 
@@ -94,6 +100,7 @@ def overlap(
     (a1, b1), (acc, a2, b2) = product, sum_
     if interpreting():
         # Read late what the second matmul reads: memory given up too early is then a race.
+        issued()
         state = meanwhile(_dot(a1, b1), state)
         return acc + _dot(a2, b2), state
 
@@ -103,6 +110,7 @@ def overlap(
         def scoped(product_ref):
             plgpu.wgmma(product_ref, a1, b1)
             plgpu.wgmma(acc_ref, a2, b2)
+            issued()
             values = jax.tree.map(lambda ref: ref[...], state_refs)
             return meanwhile(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), values)
 
@@ -115,4 +123,11 @@ def overlap(
 
 
 def _dot(a: Any, b: Any) -> jax.Array:
-    return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+    """Reads and multiplies; then shared memory is free for TMA, as after a wgmma.
+
+    A plain read would need this fence before TMA may overwrite what it read; wgmma, which goes
+    through the same proxy as TMA, does not.
+    """
+    product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()
+    return product

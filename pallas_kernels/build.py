@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from pallas_kernels import target as targets
 from pallas_kernels.gpus import Gpu
 
-__all__ = ["Build", "CompileError", "build", "build_all", "occupancy"]
+__all__ = ["Build", "CompileError", "build", "build_all", "check_target", "occupancy"]
 
 # The custom calls of Mosaic GPU, which jax.export must be told to let through.
 _CALLS = ("mosaic_gpu", "mosaic_gpu_v2")
@@ -120,10 +120,7 @@ def build_all(
     Returns:
       Their reports, in order. Raises as `build` does.
     """
-    if target.count != 1:
-        raise ValueError(f"a kernel is built for one GPU, and {target} has {target.count}")
-    if target.gpu.compute_capability < (9, 0):
-        raise ValueError(f"Mosaic GPU kernels need a GPU from h100 on, and the target is {target}")
+    check_target(target)
     root = targets._cuda_root()
     with tempfile.TemporaryDirectory(prefix="pallas-build-") as folder:
         hashes = [_write(Path(folder), function, args) for function, args in programs]
@@ -139,6 +136,14 @@ def build_all(
         raise CompileError(f"{name} for {target}: {_complaint(child.stderr)}")
     reports = {key: _read(target, output) for key, output in zip(distinct, outputs, strict=True)}
     return [reports[key] for key in hashes]
+
+
+def check_target(target: targets.Target) -> None:
+    """Raises ValueError for a target that no Mosaic GPU kernel can be built for."""
+    if target.count != 1:
+        raise ValueError(f"a kernel is built for one GPU, and {target} has {target.count}")
+    if target.gpu.compute_capability < (9, 0):
+        raise ValueError(f"Mosaic GPU kernels need a GPU from h100 on, and the target is {target}")
 
 
 def occupancy(gpu: Gpu, threads: int, registers: int, shared_memory_bytes: int) -> float:
