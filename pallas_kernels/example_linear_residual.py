@@ -32,14 +32,15 @@ def linear_residual(
 ) -> Float[Array, "M N"]:
     """`residual + x @ w` in one kernel, bfloat16; M and N multiples of 128, K of 64."""
     (M, K), N = x.shape, w.shape[1]
-    if M % TILE or N % TILE or K % INNER or not x.dtype == w.dtype == residual.dtype == "bfloat16":
-        got = f"got x {x.dtype}{[M, K]}, w {w.dtype}{[K, N]}, residual {residual.dtype}"
-        raise ValueError(f"{got}; all must be bfloat16, M and N multiples of 128, K of 64")
+    fits = (w.shape, residual.shape) == ((K, N), (M, N)) and M % TILE == N % TILE == K % INNER == 0
+    if not fits or {a.dtype for a in (x, w, residual)} != {jnp.dtype("bfloat16")}:
+        got = ", ".join(f"{a.dtype}{list(a.shape)}" for a in (x, w, residual))
+        raise ValueError(f"got {got}; need bfloat16 [M,K], [K,N], [M,N], M, N % 128 == K % 64 == 0")
     steps = K // INNER
 
     def body(x_gmem, w_gmem, residual_gmem, out_gmem, x_smem, w_smem, tile_smem, full, free, ready):
-        warpgroup, row = lax.axis_index("warpgroup"), lax.axis_index("m") * TILE
-        rows, columns = pl.ds(row, TILE), pl.ds(lax.axis_index("n") * TILE, TILE)
+        rows, columns = (pl.ds(lax.axis_index(axis) * TILE, TILE) for axis in ("m", "n"))
+        warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 2)
         def load():
@@ -71,8 +72,7 @@ def linear_residual(
             plgpu.barrier_wait(ready)
             tile_smem[mine] = (acc + tile_smem[mine].astype(jnp.float32)).astype(x.dtype)
             plgpu.commit_smem()  # or TMA, next, may read what was there before
-            out = out_gmem.at[pl.ds(row + warpgroup * ROWS, ROWS), columns]
-            plgpu.copy_smem_to_gmem(tile_smem.at[mine], out)
+            plgpu.copy_smem_to_gmem(tile_smem.at[mine], out_gmem.at[rows, columns].at[mine])
             plgpu.wait_smem_to_gmem(0)
 
     layout = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

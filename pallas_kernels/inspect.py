@@ -277,7 +277,8 @@ def _run(options: argparse.Namespace, gpu: targets.Target, todo: Sequence[_Todo]
 
 
 def _simulated(name: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
-    row = {"name": name, "configuration": case.label, "shape": sizes, "race": None, "error": None}
+    row: dict[str, Any] = {"name": name, "configuration": case.label, "shape": sizes}
+    row |= {"race": None, "error": None}
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # JAX logs a race with the stack of every thread
     try:
