@@ -242,27 +242,24 @@ def _consume(
         row_ids = plgpu.load(q_ids.at[row, rows], layout=ROW, optimized=False)
     plgpu.barrier_wait(q_here.at[me])
 
-    def ids_of(n, masked):
-        """Segments of the keys of visit n: loaded ahead of the matmul that hides the latency."""
-        if q_ids is None or not masked:
-            return None
-        columns = pl.ds(nth_block(visits, n) * block_kv, block_kv)
-        return plgpu.load(k_ids.at[row, columns], layout=COLUMN, optimized=False)
-
-    def hide(s, n, column_ids):
+    def hide(s, n):
         """Puts the pairs of visit n that the mask forbids at -inf."""
         first_column = nth_block(visits, n) * block_kv
-        i = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        j = lax.broadcasted_iota(jnp.int32, s.shape, 1)
         band = shape.options.band
-        distance = j - i + (first_column - first_row - row_offset)
+        # Each row sees a range of columns: two numbers a row, and one comparison a pair.
+        i = plgpu.layout_cast(lax.iota(jnp.int32, block_q), ROW) + (first_row + row_offset)
+        j = lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_column
         if band.left is not None:
-            s = jnp.where(distance >= -band.left, s, -jnp.inf)
+            s = jnp.where(j >= lax.broadcast_in_dim(i - band.left, s.shape, [0]), s, -jnp.inf)
         if band.right is not None:
-            s = jnp.where(distance <= band.right, s, -jnp.inf)
-        if shape.keys % block_kv:
-            s = jnp.where(j < shape.keys - first_column, s, -jnp.inf)
-        if column_ids is not None:
+            last = jnp.minimum(i + band.right, shape.keys - 1)
+            s = jnp.where(j <= lax.broadcast_in_dim(last, s.shape, [0]), s, -jnp.inf)
+        elif shape.keys % block_kv:
+            s = jnp.where(j < shape.keys, s, -jnp.inf)
+        if row_ids is not None:
+            # Not through shared memory: the latency passes under the matmul still in flight.
+            columns = pl.ds(first_column, block_kv)
+            column_ids = plgpu.load(k_ids.at[row, columns], layout=COLUMN, optimized=False)
             same = lax.broadcast_in_dim(row_ids, s.shape, [0]) == lax.broadcast_in_dim(
                 column_ids, s.shape, [1]
             )
@@ -271,12 +268,12 @@ def _consume(
 
     may_mask = shape.masked or q_ids is not None
 
-    def softmax(n, slot, masked, column_ids, s, state):
+    def softmax(n, slot, masked, s, state):
         """The probabilities of visit n, not yet divided, and what older ones shrink by."""
         top, total, *_ = state
         s, factor = logits(shape.options, s)
         if masked:
-            s = hide(s, n, column_ids)
+            s = hide(s, n)
         plgpu.barrier_arrive(k_free.at[slot])
         new_top = jnp.maximum(top, s.max(axis=1) * factor)
         # Where nothing was seen yet all is -inf, and -inf less -inf is no number.
@@ -290,7 +287,6 @@ def _consume(
         """Softmax of visit n, and the values of the visit before it."""
         acc, p, top, total = carry
         slot, last = lax.rem(n, stages), lax.rem(n - 1, stages)
-        column_ids = ids_of(n, masked)
         plgpu.barrier_wait(k_here.at[slot])
         plgpu.barrier_wait(v_here.at[last])
         plgpu.barrier_wait(turn.at[me])
@@ -298,7 +294,7 @@ def _consume(
             (q_smem.at[me], k_smem.at[slot].T),
             (acc, p, v_smem.at[last]),
             issued=lambda: plgpu.barrier_arrive(turn.at[1 - me]),
-            meanwhile=partial(softmax, n, slot, masked, column_ids),
+            meanwhile=partial(softmax, n, slot, masked),
             state=(top, total, top, jnp.zeros((block_q, block_kv), jnp.float32)),
         )
         plgpu.barrier_arrive(v_free.at[last])
@@ -310,10 +306,9 @@ def _consume(
         pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
         top = plgpu.layout_cast(jnp.full((block_q,), -jnp.inf, jnp.float32), ROW)
         total = plgpu.layout_cast(jnp.zeros((block_q,), jnp.float32), ROW)
-        column_ids = ids_of(0, may_mask)
         plgpu.barrier_wait(k_here.at[0])
         s = backend.matmul(q_smem.at[me], k_smem.at[0].T)
-        top, total, _, p = softmax(0, 0, may_mask, column_ids, s, (top, total))
+        top, total, _, p = softmax(0, 0, may_mask, s, (top, total))
         acc = plgpu.layout_cast(jnp.zeros((block_q, value_size), jnp.float32), plgpu.Layout.WGMMA)
         carry = acc, p.astype(shape.dtype), top, total
         edge = jnp.int32(1)
