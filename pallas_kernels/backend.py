@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax._src import config as jax_config
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
@@ -131,3 +132,47 @@ def _dot(a: Any, b: Any) -> jax.Array:
     product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
     plgpu.commit_smem()
     return product
+
+
+class _Sum:
+    """An accumulator of the interpreter."""
+
+    def __init__(self, value: jax.Array):
+        self.value = value
+
+
+def scoped(body: Callable, *shapes: tuple[int, int]) -> Any:
+    """`body(*accumulators)`, float32 and zero at first; nothing is waited for at the end."""
+    if interpreting():
+        return body(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def carried(body: Callable, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """Makes accumulators of values, calls `body(*accumulators)`, waits for all matmuls in flight.
+
+    Returns:
+      The values of the accumulators.
+    """
+    if interpreting():
+        sums = [_Sum(value) for value in values]
+        body(*sums)
+        return tuple(sum_.value for sum_ in sums)
+    return pl.run_state(lambda refs: body(*refs))(tuple(map(plgpu.ACC.init, values)))
+
+
+def wgmma(acc: Any, a: Any, b: Any) -> None:
+    """Starts `acc += a @ b`, for `acc` of `scoped` or `carried`; `a`, `b` as in `accumulate`."""
+    if isinstance(acc, _Sum):
+        acc.value += _dot(a, b)
+    else:
+        plgpu.wgmma(acc, a, b)
+
+
+def read(acc: Any, *, in_flight: int = 0) -> jax.Array:
+    """The value of an accumulator, with the last `in_flight` matmuls not waited for."""
+    if isinstance(acc, _Sum):
+        return acc.value
+    # Without the barrier LLVM is free to move uses of the value ahead of the wait.
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc, wait_n=in_flight))
+
