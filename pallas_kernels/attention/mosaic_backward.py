@@ -194,11 +194,13 @@ SCRATCH = len(_Refs._fields) - _Refs._fields.index("a")
 
 
 class _Place(NamedTuple):
-    """What a program is for: a tile of one head in a row of the batch."""
+    """What a warpgroup is for: 64 rows of a tile of one head in a row of the batch."""
 
     row: Any
     head: Any
     tile: Any
+    me: Any  # which warpgroup
+    rows: Any  # a slice
 
 
 @dataclass(frozen=True)
@@ -263,17 +265,20 @@ class _Kernel:
         refs = _Refs(*refs[:operands], *refs[-SCRATCH:])
         warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == self.tiles.consumers)(lambda: self.produce(refs))
-        pl.when(warpgroup < self.tiles.consumers)(lambda: self.consume(refs, outs, warpgroup))
+        pl.when(warpgroup < self.tiles.consumers)(lambda: self.consume(refs, outs))
 
     def place(self, refs: _Refs) -> _Place:
         """Computed where it is needed: kept, it would take registers that the matmuls need."""
-        program = lax.optimization_barrier(lax.axis_index("program"))
+        program, me = map(
+            lambda axis: lax.optimization_barrier(lax.axis_index(axis)), ("program", "warpgroup")
+        )
         tiles, heads = jnp.int32(refs.blocks.shape[1]), jnp.int32(refs.stay_a.shape[2])
         tile = lax.rem(program, tiles)
         if not self.work.keys_stay:
             tile = tiles - 1 - tile  # as for keys, tiles that see much under a causal mask first
         head = lax.rem(lax.div(program, tiles), heads)
-        return _Place(lax.div(program, tiles * heads), head, tile)
+        rows = pl.ds(tile * self.tiles.rows + me * ROWS, ROWS)
+        return _Place(lax.div(program, tiles * heads), head, tile, me, rows)
 
     def blocks(self, refs: _Refs, place: _Place) -> tuple:
         """What the program visits: start, stop, full_start, full_stop."""
@@ -310,25 +315,24 @@ class _Kernel:
 
         lax.fori_loop(0, count * (self.groups if self.work.keys_stay else 1), load, None)
 
-    def consume(self, refs: _Refs, outs, me):
+    def consume(self, refs: _Refs, outs):
         """Sums the gradients of 64 rows over all that passes, and stores them."""
         plgpu.set_max_registers(240, action="increase")
         place = self.place(refs)
-        rows = self.rows(place, me)
-        a, b, here = (ref.at[me] for ref in (refs.a, refs.b, refs.ab_here))
-        plgpu.copy_gmem_to_smem(refs.stay_a.at[place.row, rows, place.head], a, here)
-        plgpu.copy_gmem_to_smem(refs.stay_b.at[place.row, rows, place.head], b, here)
+        a, b, here = (ref.at[place.me] for ref in (refs.a, refs.b, refs.ab_here))
+        plgpu.copy_gmem_to_smem(refs.stay_a.at[place.row, place.rows, place.head], a, here)
+        plgpu.copy_gmem_to_smem(refs.stay_b.at[place.row, place.rows, place.head], b, here)
         lse = delta = None
         if not self.work.keys_stay:
-            lse = _load_rows(refs.lse.at[place.row, place.head, rows])
-            delta = _load_rows(refs.delta.at[place.row, place.head, rows])
+            lse = _load_rows(refs.lse.at[place.row, place.head, place.rows])
+            delta = _load_rows(refs.delta.at[place.row, place.head, place.rows])
         plgpu.barrier_wait(here)
         meet = partial(self.meet, refs, a, b, lse, delta)
 
         def meet_head(_, state):
             if self.may_mask(refs):
                 place = self.place(refs)
-                blocks, visible = self.blocks(refs, place), self.visible(refs, place, me)
+                blocks, visible = self.blocks(refs, place), self.visible(refs, place)
 
                 def meet_edge(n, state):
                     first = self.first_column(blocks, n)
@@ -346,13 +350,14 @@ class _Kernel:
         else:
             _, sums = meet_head(0, state)
 
-        factors = self.wanted(self.options.scale, 1.0)
-        for sum_, factor, smem in zip(sums, factors, self.wanted(a, b), strict=True):
-            smem[...] = (sum_ * factor).astype(smem.dtype)  # nobody needs a and b any more
-        plgpu.commit_smem()
         place = self.place(refs)
-        for smem, out in zip(self.wanted(a, b), outs, strict=True):
-            plgpu.copy_smem_to_gmem(smem, out.at[place.row, self.rows(place, me), place.head])
+        # Nobody needs a and b any more: their memory takes the results.
+        results = self.wanted(refs.a.at[place.me], refs.b.at[place.me])
+        for sum_, factor, smem in zip(sums, self.wanted(self.options.scale, 1.0), results):
+            smem[...] = (sum_ * factor).astype(smem.dtype)
+        plgpu.commit_smem()
+        for smem, out in zip(results, outs, strict=True):
+            plgpu.copy_smem_to_gmem(smem, out.at[place.row, place.rows, place.head])
         plgpu.wait_smem_to_gmem(0)
 
     def meet(self, refs: _Refs, a, b, lse, delta, hide, i, sums):
@@ -392,15 +397,12 @@ class _Kernel:
         plgpu.barrier_arrive(refs.free.at[stage])
         return i + 1, sums
 
-    def rows(self, place: _Place, me):
-        return pl.ds(place.tile * self.tiles.rows + me * ROWS, ROWS)
-
-    def visible(self, refs: _Refs, place: _Place, me) -> tuple:
+    def visible(self, refs: _Refs, place: _Place) -> tuple:
         """By the band the first and last column that each of 64 rows sees, and its segment.
 
         Vectors for the rows: to compare two tiles of indices keeps one of them in registers.
         """
-        rows, band = self.rows(place, me), self.options.band
+        band = self.options.band
         left, right, offset = band.left, band.right, band.offset
         if offset is None:
             offset = refs.offset[place.row]
@@ -410,12 +412,12 @@ class _Kernel:
         def row_plus(shift):
             return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + shift
 
-        low = None if left is None else row_plus(rows.start + offset - left)
-        high = None if right is None else row_plus(rows.start + offset + right)
+        low = None if left is None else row_plus(place.rows.start + offset - left)
+        high = None if right is None else row_plus(place.rows.start + offset + right)
         if self.pads_keys():
             last = plgpu.layout_cast(jnp.full((ROWS,), self.keys - 1, jnp.int32), ROW)
             high = last if high is None else jnp.minimum(high, last)
-        ids = None if refs.row_ids is None else _load_rows(refs.row_ids.at[place.row, rows])
+        ids = None if refs.row_ids is None else _load_rows(refs.row_ids.at[place.row, place.rows])
         return low, high, ids
 
     def hide(self, refs: _Refs, first_column, low, high, row_ids, stage, s):
