@@ -25,7 +25,6 @@ from pallas_kernels.attention.xla import Options
 
 HOPPER = ("H100", "H200", "GH200")
 LARGEST_HEAD = max(mosaic_forward.TILES)
-LARGEST_BACKWARD = 192  # above, gradients do not fit the registers: XLA's backward pass
 _NEEDS = f"implementation='mosaic_gpu' needs a Hopper GPU ({', '.join(HOPPER)})"
 
 
@@ -52,7 +51,7 @@ def backward(
     """Gradients of q, k, v and sinks, as `xla.backward`."""
     return _choose(
         implementation,
-        _unfit(q, v) is None and max(q.shape[3], v.shape[3]) <= LARGEST_BACKWARD,
+        _unfit(q, v) is None and max(q.shape[3], v.shape[3]) <= mosaic_backward.LARGEST_HEAD,
         partial(_mosaic_backward, options),
         partial(xla.backward, options),
         *(q, k, v, sinks, mask, out, lse, dout, dlse),

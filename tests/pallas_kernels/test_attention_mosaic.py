@@ -38,7 +38,13 @@ FEATURES = {
         "offsets": {"causal": True, "offset": (-20, 11)},
     },
     "heads": {"multi-head": (2, 2), "grouped": (4, 2), "multi-query": (2, 1)},
-    "sizes": {"64": (64, 64), "96": (96, 96), "128-64": (128, 64), "192-128": (192, 128), "256": (256, 256)},
+    "sizes": {
+        "64": (64, 64),
+        "96": (96, 96),
+        "128-64": (128, 64),
+        "192-128": (192, 128),
+        "256": (256, 256),
+    },
     "extra": {
         "plain": {},
         "sinks": {"sinks": True},
@@ -52,22 +58,21 @@ FEATURES = {
 
 def covering_rows() -> list[dict[str, str]]:
     """Rows in which each pair of values of two features meets, found greedily."""
-    pairs = {
-        ((f, v), (g, w))
-        for f, g in itertools.combinations(FEATURES, 2)
-        for v, w in itertools.product(FEATURES[f], FEATURES[g])
+    items = {name: [(name, value) for value in values] for name, values in FEATURES.items()}
+    open_ = {
+        frozenset(pair)
+        for a, b in itertools.combinations(items.values(), 2)
+        for pair in itertools.product(a, b)
     }
     rows = []
-    while pairs:
-        row = dict(min(pairs))
-        for name, values in FEATURES.items():
-            met = lambda v, n=name: sum(
-                ((n, v), x) in pairs or (x, (n, v)) in pairs for x in row.items()
-            )
-            row.setdefault(name, max(values, key=met))
-        row = {name: row[name] for name in FEATURES}
-        pairs -= set(itertools.combinations(row.items(), 2))
-        rows.append(row)
+    while open_:
+        row = list(min(map(sorted, open_)))
+        for candidates in items.values():
+            if not set(candidates) & set(row):
+                gains = [sum({item, x} in open_ for x in row) for item in candidates]
+                row.append(candidates[gains.index(max(gains))])
+        open_ -= set(map(frozenset, itertools.combinations(row, 2)))
+        rows.append(dict(row))
     return rows
 
 
@@ -206,7 +211,7 @@ def test_logits_far_apart():
 
 
 def test_transformations():
-    q, k, v, _, mask = make_case((70, 70), packed=True)
+    q, k, v, *_ = make_case((70, 70), packed=True)
     run = partial(attention, implementation="mosaic_gpu", mask=Mask(causal=True))
     with backend.simulate():
         want = jax.jit(run)(q, k, v)
@@ -257,7 +262,7 @@ def test_a_removed_barrier_is_a_race(barrier, monkeypatch):
         dropped.append(line) if barrier in line else wait(ref)
 
     monkeypatch.setattr(plgpu, "barrier_wait", wait_unless)
-    with pytest.raises(Exception, match="RACE DETECTED|observe"):
+    with pytest.raises(Exception, match=r"RACE DETECTED|observe"):
         simulated(*make_case((64, 400), heads=(1, 1)))
     assert dropped
     monkeypatch.undo()
@@ -438,7 +443,7 @@ def test_the_device_that_is_lowered_for_decides():
     assert len(set(kernels(compiled("h200").as_text()))) == 3  # forward, dQ, dK and dV
     assert not kernels(compiled("h200", jnp.float32).as_text())
     assert not kernels(compiled("a100").as_text())
-    with pytest.raises(NotImplementedError, match="needs a Hopper GPU.*lowered for NVIDIA B200"):
+    with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU.*lowered for NVIDIA B200"):
         compiled("b200", implementation="mosaic_gpu")
 
 
@@ -476,7 +481,7 @@ def test_what_the_kernel_does_not_serve_is_refused():
     q, k, v, *_ = make_case((8, 8))
     ask = partial(attention, implementation="mosaic_gpu")
     for run in (ask, jax.jit(ask)):
-        with pytest.raises(NotImplementedError, match="needs a Hopper GPU.*lowered for cpu"):
+        with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU.*lowered for cpu"):
             run(q, k, v)
     with pytest.raises(NotImplementedError, match="has no float32"):
         ask(*(x.astype(jnp.float32) for x in (q, k, v)))
