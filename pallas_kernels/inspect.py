@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, example_linear_residual
 from pallas_kernels import target as targets
+from pallas_kernels.attention import cases as attention
 from pallas_kernels.build import Build, CompileError, build, build_all, check_target
 from pallas_kernels.gpus import Gpu
 
@@ -56,7 +57,10 @@ class Entry(NamedTuple):
 
 MAX_ERROR = 2.0  # of a kernel, over that of the same in plain JAX
 
+_SMALL = {"T": 256, "H": 2, "K": 1, "D": 64}
 KERNELS: dict[str, Entry] = {
+    "attention_forward": Entry(attention.forward_cases, _SMALL),
+    "attention_backward": Entry(attention.backward_cases, _SMALL),
     "example_linear_residual": Entry(example_linear_residual.cases, {"M": 128, "K": 320, "N": 256}),
 }
 
@@ -198,7 +202,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _sizes(name: str, text: str | None) -> dict[str, int]:
     """Reads `--shape`."""
     legal = {k: p.default for k, p in inspect.signature(KERNELS[name].cases).parameters.items()}
-    forms = "write sizes of " + ",".join(f"{k}={n}" for k, n in legal.items()) + " (the defaults)"
+    forms = (
+        "write sizes of "
+        + ",".join(f"{k}={n or 'all'}" for k, n in legal.items())
+        + " (the defaults)"
+    )
     sizes = {}
     for part in text.split(",") if text else ():
         key, _, value = part.strip().partition("=")
@@ -252,6 +260,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, targets.Targ
     for name in KERNELS if options.all else [options.kernel]:
         sizes = (KERNELS[name].small if options.simulate else {}) | _sizes(name, options.shape)
         todo += [_Todo(name, sizes, case) for case in cases(name, sizes)]
+    if not todo:
+        raise ValueError(f"{options.kernel} has no kernel for --shape {options.shape}")
     return options, gpu, todo
 
 
