@@ -47,7 +47,6 @@ ROWS = 64  # of a consumer's part of the tile: M of wgmma
 UNIT = 64  # head sizes are padded to a multiple: a row of the 128-byte swizzle
 SHARED_MEMORY = 226 * 1024  # of a program on Hopper, less the barriers
 REGISTERS = 192  # of a consumer's thread, for gradients and logits; it has 240
-TOGETHER = 256  # D + E up to which the sums of dK and dV fit into registers together
 
 
 @dataclass(frozen=True)
@@ -90,17 +89,23 @@ class Tiles:
 
 def choose(depth: int, value_depth: int, *, soft_cap: bool) -> dict[Work, Tiles]:
     """The kernels for padded head sizes, with the widest blocks that fit into registers."""
-    works = (DQ, DKV) if depth + value_depth <= TOGETHER else (DQ, DK, DV)
+    together = _registers(DKV, depth, value_depth, 64, soft_cap) <= REGISTERS
+    works = (DQ, DKV) if together else (DQ, DK, DV)
     return {work: _tiles(work, depth, value_depth, soft_cap) for work in works}
 
 
 def _tiles(work: Work, depth: int, value_depth: int, soft_cap: bool) -> Tiles:
-    sums = (work.a * depth + work.b * value_depth) // 2  # registers of a thread
-    # S, then dP, then what the cap's derivative needs, each half a register for a column.
-    columns = 128 if sums + 64 * (1 + work.a + soft_cap) <= REGISTERS else 64
+    wide = not work.keys_stay and _registers(work, depth, value_depth, 128, soft_cap) <= REGISTERS
+    columns = 128 if wide else 64
     row = 2 * (depth + value_depth)
     stages = (SHARED_MEMORY - 2 * ROWS * row) // (columns * (row + 12))
     return Tiles(columns, min(stages, 4))
+
+
+def _registers(work: Work, depth: int, value_depth: int, columns: int, soft_cap: bool) -> int:
+    """Of a thread: for gradients, S, dP and what the derivative of the cap needs."""
+    tiles = work.a * depth + work.b * value_depth + columns * (1 + work.a + soft_cap)
+    return tiles * ROWS // 128
 
 
 def backward(
@@ -275,7 +280,7 @@ class _Kernel:
 
     def produce(self, refs: _Refs, place: _Place):
         """Loads the blocks that pass, head by head, as stages become free."""
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         stages = jnp.int32(self.tiles.stages)
 
         def load(i, _):
@@ -303,7 +308,7 @@ class _Kernel:
 
     def consume(self, refs: _Refs, outs, place: _Place, me):
         """Sums the gradients of 64 rows over all that passes, and stores them."""
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         first_row = place.tile * self.tiles.rows + me * ROWS
         rows = pl.ds(first_row, ROWS)
         a, b, here = (ref.at[me] for ref in (refs.a, refs.b, refs.ab_here))
@@ -319,13 +324,14 @@ class _Kernel:
             delta = load(refs.delta.at[place.row, place.head, rows])
         if refs.row_ids is not None:
             ids = load(refs.row_ids.at[place.row, rows])
+        low, high = self.limits(refs, place, first_row)
         plgpu.barrier_wait(here)
 
         def visit(masked, head, n, sums):
             i = head * place.count + n
             hide = None
             if masked:
-                hide = partial(self.hide, refs, place, first_row, self.first_column(place, n), ids)
+                hide = partial(self.hide, refs, self.first_column(place, n), low, high, ids)
             return self.meet(refs, a, b, lse, delta, hide, i, sums)
 
         def visit_head(head, sums):
@@ -388,23 +394,35 @@ class _Kernel:
         plgpu.barrier_arrive(refs.free.at[stage])
         return sums
 
-    def hide(self, refs: _Refs, place: _Place, first_row, first_column, row_ids, stage, s):
-        """Puts the pairs that the mask forbids at -inf."""
-        i = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        j = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+    def limits(self, refs: _Refs, place: _Place, first_row) -> tuple:
+        """First and last column that each of 64 rows sees by the band, or None.
+
+        Vectors for the rows: a comparison of two tiles of indices keeps one of them in registers.
+        """
         band = self.options.band
-        if band.left is not None or band.right is not None:
-            offset = refs.offset[place.row] if band.offset is None else band.offset
-            if self.work.keys_stay:
-                distance = i - j + (first_row - first_column - offset)
-            else:
-                distance = j - i + (first_column - first_row - offset)
-            if band.left is not None:
-                s = jnp.where(distance >= -band.left, s, -jnp.inf)
-            if band.right is not None:
-                s = jnp.where(distance <= band.right, s, -jnp.inf)
+        left, right, offset = band.left, band.right, band.offset
+        if offset is None:
+            offset = refs.offset[place.row]
+        if self.work.keys_stay:
+            left, right, offset = right, left, -offset
+        low = high = None
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        if left is not None:
+            low = row + (first_row + offset - left)
+        if right is not None:
+            high = row + (first_row + offset + right)
         if self.pads_keys():
-            s = jnp.where(j < self.keys - first_column, s, -jnp.inf)
+            last = plgpu.layout_cast(jnp.full((ROWS,), self.keys - 1, jnp.int32), ROW)
+            high = last if high is None else jnp.minimum(high, last)
+        return low, high
+
+    def hide(self, refs: _Refs, first_column, low, high, row_ids, stage, s):
+        """Puts the pairs that the mask forbids at -inf."""
+        column = lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_column
+        if low is not None:
+            s = jnp.where(column >= lax.broadcast_in_dim(low, s.shape, [0]), s, -jnp.inf)
+        if high is not None:
+            s = jnp.where(column <= lax.broadcast_in_dim(high, s.shape, [0]), s, -jnp.inf)
         if row_ids is not None:
             column_ids = _over_rows(plgpu.load(refs.x_ids.at[stage], layout=COLUMN), s.shape)
             same = lax.broadcast_in_dim(row_ids, s.shape, [0]) == column_ids

@@ -56,7 +56,7 @@ class Tiles:
 TILES = {
     64: Tiles(64, 128, 4),
     128: Tiles(64, 128, 2),
-    192: Tiles(64, 64, 3),
+    192: Tiles(64, 64, 2),
     256: Tiles(64, 64, 2),
 }
 
@@ -124,6 +124,19 @@ class _Shape:
             band.left is not None or band.right is not None or self.keys % self.tiles.block_kv != 0
         )
 
+    def place(self, blocks) -> tuple:
+        """Row of the batch, query tile, head, and the visits there.
+
+        Each warpgroup computes these for itself: they would not fit what the producer keeps.
+        """
+        program = lax.axis_index("program")
+        # The last queries, which see the most under a causal mask, come first.
+        tile = self.query_tiles - 1 - lax.rem(program, jnp.int32(self.query_tiles))
+        head = lax.rem(lax.div(program, jnp.int32(self.query_tiles)), jnp.int32(self.heads))
+        row = lax.div(program, jnp.int32(self.query_tiles * self.heads))
+        visits = tuple(blocks[0 if self.same_rows else row, tile, i] for i in range(4))
+        return row, tile, head, visits
+
 
 def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
     batch, queries, heads, depth = q.shape
@@ -179,30 +192,24 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
 
 
 def _kernel(shape, q, k, v, blocks, offset, q_ids, k_ids, out, lse, **scratch):
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    # The last queries, which see the most under a causal mask, come first.
-    tile = shape.query_tiles - 1 - lax.rem(program, jnp.int32(shape.query_tiles))
-    head = lax.rem(lax.div(program, jnp.int32(shape.query_tiles)), jnp.int32(shape.heads))
-    row = lax.div(program, jnp.int32(shape.query_tiles * shape.heads))
-    visits = tuple(blocks[0 if shape.same_rows else row, tile, i] for i in range(4))
-    place = row, tile, head
+    warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup < CONSUMERS)(
         lambda: _consume(
-            shape, place, visits, warpgroup, q, offset, q_ids, k_ids, out, lse, **scratch
+            shape, blocks, warpgroup, q, offset, q_ids, k_ids, out, lse, **scratch
         )
     )
     pl.when(warpgroup == CONSUMERS)(
-        lambda: _produce(shape, place, visits, k, v, **scratch)
+        lambda: _produce(shape, blocks, k, v, **scratch)
     )
 
 
 def _produce(
-    shape, place, visits, k, v,
+    shape, blocks, k, v,
     *, k_smem, v_smem, k_here, v_here, k_free, v_free, **_,
 ):  # fmt: skip
     """Loads the visited blocks in order; waits for a place in the ring to be given up."""
     plgpu.set_max_registers(24, action="decrease")
-    row, _, head = place
+    row, _, head, visits = shape.place(blocks)
     kv_head = lax.div(head, jnp.int32(shape.groups))
     stages = jnp.int32(shape.tiles.stages)
 
@@ -220,13 +227,13 @@ def _produce(
 
 
 def _consume(
-    shape, place, visits, me, q, offset, q_ids, k_ids, out, lse,
+    shape, blocks, me, q, offset, q_ids, k_ids, out, lse,
     *, q_smem, k_smem, v_smem, out_smem, lse_smem,
     q_here, k_here, v_here, k_free, v_free, turn,
 ):  # fmt: skip
     """Attends with 64 queries to the visited blocks."""
     plgpu.set_max_registers(240, action="increase")
-    row, tile, head = place
+    row, tile, head, visits = shape.place(blocks)
     block_q, block_kv = shape.tiles.block_q, shape.tiles.block_kv
     stages = jnp.int32(shape.tiles.stages)
     depth, value_size = q_smem.shape[-1], v_smem.shape[-1]
