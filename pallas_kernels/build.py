@@ -193,8 +193,12 @@ def _write(folder: Path, function: Callable, args: Sequence[Any]) -> str:
     """Lowers a program into files for the child, named by the hash of its kernel."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in _CALLS]
     jitted = jax.jit(function, keep_unused=True)
-    with _newest_encoding():
-        exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
+    try:
+        with _newest_encoding():
+            exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
+    except Exception as error:
+        error.add_note(f"while lowering {_name(function)}")
+        raise
     hashes = set(re.findall(r'kernel_hash = ("(?:[^"\\]|\\.)*")', exported.mlir_module()))
     if len(hashes) != 1:
         raise ValueError(

@@ -267,7 +267,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, targets.Targ
 
 def _run(options: argparse.Namespace, gpu: targets.Target, todo: Sequence[_Todo]) -> int:
     if not options.simulate:
-        built = build_all([(case.function, case.args) for _, _, case in todo], gpu)
+        built = build_all([(_named(t), t.case.args) for t in todo], gpu)
         rows = [report(t.name, t.case, b, gpu.gpu) for t, b in zip(todo, built, strict=True)]
         print(json.dumps(rows, indent=1) if options.json else table(rows))
         return 0
@@ -284,6 +284,16 @@ def _run(options: argparse.Namespace, gpu: targets.Target, todo: Sequence[_Todo]
             )
             print(f"{r['name']} {r['configuration']} {sizes}: {outcome}".replace("  ", " "))
     return int(any(r["race"] or not r["error"] <= MAX_ERROR for r in rows))
+
+
+def _named(todo: _Todo) -> Callable:
+    """The function under the name by which errors should call it."""
+
+    def function(*args):
+        return todo.case.function(*args)
+
+    function.__name__ = f"{todo.name} {todo.case.label}".strip()
+    return function
 
 
 def _simulated(name: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
