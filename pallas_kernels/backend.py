@@ -8,6 +8,7 @@ program in both. Nothing else in this package may import from `jax._src`.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -18,6 +19,8 @@ from jax._src import config as jax_config
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+THREADS = 8  # of XLA's CPU client: 3 to 5 warpgroups, and what runs between them
 
 
 def interpreting() -> bool:
@@ -33,11 +36,21 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
       detect_races: raise RuntimeError ("RACE DETECTED") where two threads touch the same
         memory unordered.
 
+    Raises:
+      RuntimeError: XLA has too few threads on this machine; the message says how to get more.
+
     Example:
-      >>> with simulate():
+      >>> with simulate():  # doctest: +SKIP
       ...     interpreting()
       True
     """
+    # The client's pool of threads; a warpgroup that waits holds one of them.
+    threads = max(os.cpu_count() or 1, len(jax.devices("cpu")))
+    if threads < THREADS:
+        raise RuntimeError(
+            f"the simulator would hang: XLA has {threads} threads here and needs {THREADS}; set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={THREADS} before JAX starts"
+        )
     params = plgpu.InterpretGPUParams(detect_races=detect_races)
     try:
         with plgpu.force_gpu_interpret_mode(params):
@@ -46,99 +59,6 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
         # A kernel that failed leaves threads and buffers behind that fail the next one.
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
-
-
-def matmul(a: Any, b: Any) -> jax.Array:
-    """`a @ b` in float32, waited for.
-
-    Args:
-      a: [m, k], in shared memory.
-      b: [k, n], in shared memory; may be transposed (`ref.T`).
-    """
-    if interpreting():
-        return _dot(a, b)
-
-    def scoped(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(scoped, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-
-def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
-    """`acc + a @ b` in float32, waited for.
-
-    Args:
-      acc: float32 [m, n], in registers.
-      a: [m, k], in shared memory or in registers.
-      b: [k, n], in shared memory; may be transposed.
-    """
-    if interpreting():
-        return acc + _dot(a, b)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-
-
-def overlap(
-    product: tuple[Any, Any],
-    sum_: tuple[jax.Array, Any, Any],
-    *,
-    issued: Callable[[], None],
-    meanwhile: Callable,
-    state: Any,
-) -> tuple[jax.Array, Any]:
-    """Two matmuls in flight at once, and work on the first while the second runs.
-
-    Args:
-      product: `a`, `b` as in `matmul`.
-      sum_: `acc`, `a`, `b` as in `accumulate`.
-      issued: called when both are on their way.
-      meanwhile: called with (product, state), returns the new state, of the same structure.
-      state: arrays in registers.
-
-    Returns:
-      `acc + a @ b`, and the new state.
-    """
-    (a1, b1), (acc, a2, b2) = product, sum_
-    if interpreting():
-        # Read late what the second matmul reads: memory given up too early is then a race.
-        issued()
-        state = meanwhile(_dot(a1, b1), state)
-        return acc + _dot(a2, b2), state
-
-    def body(refs):
-        acc_ref, state_refs = refs
-
-        def scoped(product_ref):
-            plgpu.wgmma(product_ref, a1, b1)
-            plgpu.wgmma(acc_ref, a2, b2)
-            issued()
-            values = jax.tree.map(lambda ref: ref[...], state_refs)
-            return meanwhile(plgpu.wgmma_accumulator_load(product_ref, wait_n=1), values)
-
-        shape = a1.shape[0], b1.shape[1]
-        values = pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
-        for ref, value in zip(jax.tree.leaves(state_refs), jax.tree.leaves(values), strict=True):
-            ref[...] = value
-
-    return pl.run_state(body)((plgpu.ACC.init(acc), state))
-
-
-def _dot(a: Any, b: Any) -> jax.Array:
-    """Reads and multiplies; then shared memory is free for TMA, as after a wgmma.
-
-    A plain read would need this fence before TMA may overwrite what it read; wgmma, which goes
-    through the same proxy as TMA, does not.
-    """
-    product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
-    plgpu.commit_smem()
-    return product
-
-
-class _Sum:
-    """An accumulator of the interpreter."""
-
-    def __init__(self, value: jax.Array):
-        self.value = value
 
 
 def scoped(body: Callable, *shapes: tuple[int, int]) -> Any:
@@ -158,11 +78,18 @@ def carried(body: Callable, *values: jax.Array) -> tuple[jax.Array, ...]:
         sums = [_Sum(value) for value in values]
         body(*sums)
         return tuple(sum_.value for sum_ in sums)
-    return pl.run_state(lambda refs: body(*refs))(tuple(map(plgpu.ACC.init, values)))
+    sums = pl.run_state(lambda refs: body(*refs))(tuple(map(plgpu.ACC.init, values)))
+    return lax.optimization_barrier(sums)
 
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
-    """Starts `acc += a @ b`, for `acc` of `scoped` or `carried`; `a`, `b` as in `accumulate`."""
+    """Starts `acc += a @ b`.
+
+    Args:
+      acc: [m, n], an accumulator of `scoped` or `carried`.
+      a: [m, k], in shared memory or in registers.
+      b: [k, n], in shared memory; may be transposed (`ref.T`).
+    """
     if isinstance(acc, _Sum):
         acc.value += _dot(a, b)
     else:
@@ -176,3 +103,80 @@ def read(acc: Any, *, in_flight: int = 0) -> jax.Array:
     # Without the barrier LLVM is free to move uses of the value ahead of the wait.
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc, wait_n=in_flight))
 
+
+def matmul(a: Any, b: Any) -> jax.Array:
+    """`a @ b` in float32, waited for; factors as of `wgmma`."""
+
+    def body(acc):
+        wgmma(acc, a, b)
+        return read(acc)
+
+    return scoped(body, (a.shape[0], b.shape[1]))
+
+
+def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+    """`acc + a @ b` in float32, waited for; factors as of `wgmma`."""
+    (total,) = carried(lambda sum_: wgmma(sum_, a, b), acc)
+    return total
+
+
+def overlap(
+    product: tuple[Any, Any],
+    sum_: tuple[jax.Array, Any, Any],
+    *,
+    issued: Callable[[], None],
+    meanwhile: Callable,
+    state: Any,
+) -> tuple[jax.Array, Any]:
+    """Two matmuls in flight at once, and work on the first while the second runs.
+
+    Args:
+      product: `a`, `b` of the first.
+      sum_: `acc`, `a`, `b` of the second.
+      issued: called when both are on their way.
+      meanwhile: called with (product, state), returns the new state, of the same structure.
+      state: arrays in registers.
+
+    Returns:
+      `acc + a @ b`, and the new state.
+    """
+    (a1, b1), (acc, a2, b2) = product, sum_
+    if interpreting():
+        # Read late what the second matmul reads: memory given up too early is then a race.
+        issued()
+        state = meanwhile(_dot(a1, b1), state)
+        return acc + _dot(a2, b2), state
+
+    def body(refs):
+        acc_ref, state_refs = refs
+
+        def issue(product_ref):
+            wgmma(product_ref, a1, b1)
+            wgmma(acc_ref, a2, b2)
+            issued()
+            values = jax.tree.map(lambda ref: ref[...], state_refs)
+            return meanwhile(read(product_ref, in_flight=1), values)
+
+        values = scoped(issue, (a1.shape[0], b1.shape[1]))
+        for ref, value in zip(jax.tree.leaves(state_refs), jax.tree.leaves(values), strict=True):
+            ref[...] = value
+
+    return lax.optimization_barrier(pl.run_state(body)((plgpu.ACC.init(acc), state)))
+
+
+class _Sum:
+    """An accumulator of the interpreter."""
+
+    def __init__(self, value: jax.Array):
+        self.value = value
+
+
+def _dot(a: Any, b: Any) -> jax.Array:
+    """Reads and multiplies; then shared memory is free for TMA, as after a wgmma.
+
+    A plain read would need this fence before TMA may overwrite what it read; wgmma, which goes
+    through the same proxy as TMA, does not.
+    """
+    product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()
+    return product

@@ -222,8 +222,16 @@ def _produce(
         pl.when(n >= stages)(lambda: plgpu.barrier_wait(v_free.at[slot]))
         plgpu.copy_gmem_to_smem(v.at[row, columns, kv_head], v_smem.at[slot], v_here.at[slot])
 
+    def drain(n, _):
+        slot = lax.rem(n, stages)
+        plgpu.barrier_wait(k_free.at[slot])
+        plgpu.barrier_wait(v_free.at[slot])
+
     start, stop, *_ = visits
-    lax.fori_loop(0, stop - start, load, None)
+    count = stop - start
+    lax.fori_loop(0, count, load, None)
+    # Every completion of a barrier is seen by someone: interpreters insist on it.
+    lax.fori_loop(jnp.maximum(count, stages), count + stages, drain, None)
 
 
 def _consume(
@@ -307,7 +315,7 @@ def _consume(
         plgpu.barrier_arrive(v_free.at[last])
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
         # Rounded only here: the registers of the last p were read until now.
-        return acc, lax.optimization_barrier(p).astype(shape.dtype), top, total
+        return acc, p.astype(shape.dtype), top, total
 
     def attend():
         pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
@@ -326,6 +334,8 @@ def _consume(
         last = lax.rem(count - 1, stages)
         plgpu.barrier_wait(v_here.at[last])
         acc = backend.accumulate(acc, p, v_smem.at[last])
+        plgpu.barrier_arrive(v_free.at[last])
+        pl.when(me == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
         return acc, top, total
 
     def nothing():
