@@ -280,7 +280,7 @@ class _Kernel:
 
     def produce(self, refs: _Refs, place: _Place):
         """Loads the blocks that pass, head by head, as stages become free."""
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         stages = jnp.int32(self.tiles.stages)
 
         def load(i, _):
@@ -308,7 +308,7 @@ class _Kernel:
 
     def consume(self, refs: _Refs, outs, place: _Place, me):
         """Sums the gradients of 64 rows over all that passes, and stores them."""
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         first_row = place.tile * self.tiles.rows + me * ROWS
         rows = pl.ds(first_row, ROWS)
         a, b, here = (ref.at[me] for ref in (refs.a, refs.b, refs.ab_here))
@@ -405,12 +405,12 @@ class _Kernel:
             offset = refs.offset[place.row]
         if self.work.keys_stay:
             left, right, offset = right, left, -offset
-        low = high = None
-        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
-        if left is not None:
-            low = row + (first_row + offset - left)
-        if right is not None:
-            high = row + (first_row + offset + right)
+
+        def row_plus(shift):
+            return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + shift
+
+        low = None if left is None else row_plus(first_row + offset - left)
+        high = None if right is None else row_plus(first_row + offset + right)
         if self.pads_keys():
             last = plgpu.layout_cast(jnp.full((ROWS,), self.keys - 1, jnp.int32), ROW)
             high = last if high is None else jnp.minimum(high, last)

@@ -1,0 +1,149 @@
+"""The Mosaic GPU kernels of attention's backward pass: simulated, and built for an H200."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import backend
+from pallas_kernels.attention import Mask, attention_reference, mosaic_backward, xla
+from pallas_kernels.attention.mask import MaskArrays, split
+from pallas_kernels.attention.mosaic_backward import Tiles, choose
+from pallas_kernels.attention.xla import Options
+
+LENGTHS = [(1, 1), (113, 203), (128, 217), (239, 1), (97, 64), (256, 130), (130, 256)]
+FEATURES = {
+    "mask": {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window": (40, 9)},
+        "causal-window": {"causal": True, "window": (100, None)},
+        "offset": {"causal": True, "offset": 3},
+        "offsets": {"window": (70, 5), "offset": (-2, 11)},
+    },
+    "heads": {"multi-head": (2, 2), "grouped": (4, 2), "multi-query": (3, 1)},
+    "sizes": {"64": (64, 64), "96": (96, 96), "128-64": (128, 64), "192-128": (192, 128)},
+    "extra": {
+        "plain": {},
+        "sinks": {"sinks": True},
+        "cap": {"logits_soft_cap": 2.0},
+        "scale": {"scale": -0.3},
+    },
+    "packed": {"packed": True, "one document": False},
+    "dtype": {"bf16": jnp.bfloat16, "f16": jnp.float16},
+}
+
+
+def covering_rows() -> list[dict[str, str]]:
+    """Rows in which each pair of values of two features meets, found greedily."""
+    names = list(FEATURES)
+    pairs = {
+        frozenset({(f, v), (g, w)})
+        for f, g in itertools.combinations(names, 2)
+        for v, w in itertools.product(FEATURES[f], FEATURES[g])
+    }
+    rows = []
+    while pairs:
+        row = dict(sorted(sorted(map(sorted, pairs))[0]))
+        for name in names:
+            if name not in row:
+                gain = lambda v, n=name: sum(
+                    frozenset({(n, v), item}) in pairs for item in row.items()
+                )
+                row[name] = max(FEATURES[name], key=gain)
+        pairs -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        rows.append(row)
+    return rows
+
+
+ROWS = covering_rows()
+
+
+def make_segments(random, batch, length):
+    """Documents 1, 2, 3 ... with some padding at the end of odd rows."""
+    ids = np.cumsum(random.random((batch, length)) < 2.5 / max(length, 5), axis=1) + 1
+    ids[1::2, length - length // 4 :] = 0
+    return jnp.asarray(ids, jnp.int32)
+
+
+def make_case(lengths, heads, sizes, mask, dtype, *, packed=False, batch=2, sinks=False, seed=0):
+    random = np.random.default_rng(seed)
+    (queries, keys), (query_heads, kv_heads), (depth, value_depth) = lengths, heads, sizes
+    shapes = (
+        (batch, queries, query_heads, depth),
+        (batch, keys, kv_heads, depth),
+        (batch, keys, kv_heads, value_depth),
+        (batch, queries, query_heads, value_depth),
+    )
+    arrays = [jnp.asarray(random.standard_normal(s), dtype) for s in shapes]
+    dlse = jnp.asarray(random.standard_normal(shapes[0][:3]), jnp.float32)
+    sinks = jnp.asarray(random.standard_normal(query_heads), jnp.float32) if sinks else None
+    mask = dict(mask)
+    if isinstance(mask.get("offset"), tuple):
+        mask["offset"] = jnp.array(mask["offset"])
+    if packed:
+        mask["q_segments"] = make_segments(random, batch, queries)
+        mask["k_segments"] = make_segments(random, batch, keys)
+    return *arrays, dlse, sinks, Mask(**mask)
+
+
+def kernel_inputs(q, k, v, dout, dlse, sinks, mask, scale, cap):
+    """What the forward pass leaves for the backward pass."""
+    band, arrays = split(mask, q.shape[0], q.shape[1], k.shape[1])
+    options = Options(band, scale, cap)
+    out, lse = xla.forward(options, q, k, v, sinks, arrays)
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1) - dlse
+    return options, (q, k, v, arrays, lse, delta, dout)
+
+
+def reference_gradients(dtype, q, k, v, dout, dlse, sinks, mask, scale, cap):
+    """Of the naive form, computed in a dtype."""
+
+    def loss(q, k, v):
+        out, lse = attention_reference(
+            q, k, v, mask=mask, scale=scale, logits_soft_cap=cap, sinks_H=sinks
+        )
+        used = jnp.where(jnp.isfinite(lse), lse, 0.0) * dlse
+        return (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum() + used.sum()
+
+    return jax.grad(loss, argnums=(0, 1, 2))(*(x.astype(dtype) for x in (q, k, v)))
+
+
+def errors(got, want):
+    return [float(jnp.abs(a.astype(jnp.float32) - b).max()) for a, b in zip(got, want)]
+
+
+def check(case, *, scale=None, logits_soft_cap=None, simulate=backend.simulate):
+    """Gradients of the kernels, whose error is at most three times the naive form's."""
+    q, k, v, *_ = case
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    options, inputs = kernel_inputs(*case, scale, logits_soft_cap)
+    with simulate():
+        got = jax.block_until_ready(
+            jax.jit(lambda *x: mosaic_backward.backward(options, *x))(*inputs)
+        )
+    gradients = jax.jit(
+        lambda dtype, *arrays: reference_gradients(dtype, *arrays, scale, logits_soft_cap),
+        static_argnums=0,
+    )
+    want, naive = gradients(jnp.float32, *case), gradients(q.dtype, *case)
+    for a, x in zip(got, (q, k, v), strict=True):
+        assert a.dtype == x.dtype and a.shape == x.shape
+    # The second term: where a query sees one key its dS is 0 by cancellation in float32, and
+    # delta has the rounding of `out`, which the naive form does not use.
+    floor = float(jnp.finfo(q.dtype).eps) * 0.05
+    for name, error, bound, x in zip("qkv", errors(got, want), errors(naive, want), want):
+        assert error <= 3 * bound + floor, (name, error, bound)
+        assert q.shape[1] == 1 or k.shape[1] == 1 or float(jnp.abs(x).max()) > 1e-2
+    return got, options, inputs
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_agrees_with_the_reference(number):
+    row = {name: FEATURES[name][value] for name, value in ROWS[number].items()}
+    extra = dict(row.pop("extra"))
+    sinks = extra.pop("sinks", False)
+    case = make_case(LENGTHS[number % len(LENGTHS)], **row, sinks=sinks, seed=number)
+    check(case, **extra)
