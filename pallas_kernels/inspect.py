@@ -20,6 +20,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -341,4 +342,6 @@ def _fail(error: Exception, status: int) -> int:
 
 
 if __name__ == "__main__":
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", backend.THREADS)  # for the simulator
     sys.exit(main())
