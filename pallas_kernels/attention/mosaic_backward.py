@@ -199,8 +199,6 @@ class _Place(NamedTuple):
     row: Any
     head: Any
     tile: Any
-    blocks: tuple  # that it visits, see schedule.py
-    count: Any  # of them
 
 
 @dataclass(frozen=True)
@@ -263,33 +261,35 @@ class _Kernel:
         operands = len(_Refs._fields) - SCRATCH
         outs = refs[operands:-SCRATCH]
         refs = _Refs(*refs[:operands], *refs[-SCRATCH:])
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        warpgroup = lax.axis_index("warpgroup")
+        place = self.place(refs, lax.axis_index("program"))
+        blocks = refs.blocks.at[place.row if refs.blocks.shape[0] > 1 else 0, place.tile]
+        blocks = tuple(blocks[i] for i in range(4))
+        pl.when(warpgroup == self.tiles.consumers)(lambda: self.produce(refs, place, blocks))
+        pl.when(warpgroup < self.tiles.consumers)(
+            lambda: self.consume(refs, outs, place, blocks, warpgroup)
+        )
+
+    def place(self, refs: _Refs, program) -> _Place:
         tiles, heads = jnp.int32(refs.blocks.shape[1]), jnp.int32(refs.stay_a.shape[2])
         tile = lax.rem(program, tiles)
         if not self.work.keys_stay:
             tile = tiles - 1 - tile  # as for keys, tiles that see much under a causal mask first
         head = lax.rem(lax.div(program, tiles), heads)
-        row = lax.div(program, tiles * heads)
-        same = refs.blocks.shape[0] == 1
-        blocks = tuple(refs.blocks[0 if same else row, tile, i] for i in range(4))
-        place = _Place(row, head, tile, blocks, blocks[1] - blocks[0])
-        pl.when(warpgroup == self.tiles.consumers)(lambda: self.produce(refs, place))
-        pl.when(warpgroup < self.tiles.consumers)(
-            lambda: self.consume(refs, outs, place, warpgroup)
-        )
+        return _Place(lax.div(program, tiles * heads), head, tile)
 
-    def produce(self, refs: _Refs, place: _Place):
+    def produce(self, refs: _Refs, place: _Place, blocks):
         """Loads the blocks that pass, head by head, as stages become free."""
         plgpu.set_max_registers(24, action="decrease")
-        stages = jnp.int32(self.tiles.stages)
+        stages, count = jnp.int32(self.tiles.stages), blocks[1] - blocks[0]
 
         def load(i, _):
-            stage, visit = lax.rem(i, stages), lax.rem(i, place.count)
+            stage, visit = lax.rem(i, stages), lax.rem(i, count)
             if self.work.keys_stay:
-                head = place.head * self.groups + lax.div(i, place.count)
+                head = place.head * self.groups + lax.div(i, count)
             else:
                 head = lax.div(place.head, jnp.int32(self.groups))
-            at = pl.ds(self.first_column(place, visit), self.tiles.columns)
+            at = pl.ds(self.first_column(blocks, visit), self.tiles.columns)
 
             def fetch(source, target, barrier):
                 plgpu.copy_gmem_to_smem(source, target.at[stage], barrier.at[stage])
@@ -304,11 +304,12 @@ class _Kernel:
             if refs.y_delta is not None:
                 fetch(refs.delta.at[place.row, head, at], refs.y_delta, refs.y_here)
 
-        lax.fori_loop(0, place.count * (self.groups if self.work.keys_stay else 1), load, None)
+        lax.fori_loop(0, count * (self.groups if self.work.keys_stay else 1), load, None)
 
-    def consume(self, refs: _Refs, outs, place: _Place, me):
+    def consume(self, refs: _Refs, outs, place: _Place, blocks, me):
         """Sums the gradients of 64 rows over all that passes, and stores them."""
         plgpu.set_max_registers(240, action="increase")
+        count = blocks[1] - blocks[0]
         first_row = place.tile * self.tiles.rows + me * ROWS
         rows = pl.ds(first_row, ROWS)
         a, b, here = (ref.at[me] for ref in (refs.a, refs.b, refs.ab_here))
@@ -328,18 +329,18 @@ class _Kernel:
         plgpu.barrier_wait(here)
 
         def visit(masked, head, n, sums):
-            i = head * place.count + n
+            i = head * count + n
             hide = None
             if masked:
-                hide = partial(self.hide, refs, self.first_column(place, n), low, high, ids)
+                hide = partial(self.hide, refs, self.first_column(blocks, n), low, high, ids)
             return self.meet(refs, a, b, lse, delta, hide, i, sums)
 
         def visit_head(head, sums):
             edge = jnp.int32(0)
             if self.may_mask(refs):
-                edge = edge_count(place.blocks)
+                edge = edge_count(blocks)
                 sums = lax.fori_loop(0, edge, partial(visit, True, head), sums)
-            return lax.fori_loop(edge, place.count, partial(visit, False, head), sums)
+            return lax.fori_loop(edge, count, partial(visit, False, head), sums)
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in self.wanted(a, b)]
         sums = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
@@ -352,6 +353,9 @@ class _Kernel:
         for sum_, factor, smem in zip(sums, factors, self.wanted(a, b), strict=True):
             smem[...] = (sum_ * factor).astype(smem.dtype)  # nobody needs a and b any more
         plgpu.commit_smem()
+        # Computed again, lest it takes registers all the time.
+        place = self.place(refs, lax.optimization_barrier(lax.axis_index("program")))
+        rows = pl.ds(place.tile * self.tiles.rows + me * ROWS, ROWS)
         for smem, out in zip(self.wanted(a, b), outs, strict=True):
             plgpu.copy_smem_to_gmem(smem, out.at[place.row, rows, place.head])
         plgpu.wait_smem_to_gmem(0)
@@ -361,7 +365,6 @@ class _Kernel:
         stage = lax.rem(i, jnp.int32(self.tiles.stages))
         x, y = refs.x.at[stage], refs.y.at[stage]
         shape = ROWS, self.tiles.columns
-        in_flight = int(self.work.a)
 
         def spread(row_vector, column_vectors):
             if row_vector is not None:
@@ -374,7 +377,7 @@ class _Kernel:
             plgpu.barrier_wait(refs.y_here.at[stage])
             if self.work.a:
                 backend.wgmma(dp_acc, b, y.T)
-            s, factor = logits(self.options, backend.read(s_acc, in_flight=in_flight))
+            s, factor = logits(self.options, backend.read(s_acc, in_flight=int(self.work.a)))
             shown = s if hide is None else hide(stage, s)
             p = jnp.exp2(shown * factor - spread(lse, refs.x_lse))
 
@@ -438,8 +441,8 @@ class _Kernel:
         some_band = band.left is not None or band.right is not None
         return some_band or refs.row_ids is not None or self.pads_keys()
 
-    def first_column(self, place: _Place, n):
-        return nth_block(place.blocks, n) * self.tiles.columns
+    def first_column(self, blocks: tuple, n):
+        return nth_block(blocks, n) * self.tiles.columns
 
 
 def _over_rows(vector, shape):
