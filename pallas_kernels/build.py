@@ -128,13 +128,13 @@ def build_all(
         hashes = [_write(Path(folder), function, args) for function, args in programs]
         distinct = list(dict.fromkeys(hashes))
         # Compiling keeps one core busy: as many children as cores.
-        count = min(os.cpu_count() or 1, len(distinct))
+        count = max(1, min(os.cpu_count() or 1, len(distinct)))
         shares = [distinct[i::count] for i in range(count)]
         command = [sys.executable, "-m", __name__, folder, str(target)]
         run = functools.partial(
             subprocess.run, env=_environment(root), capture_output=True, text=True, check=False
         )
-        with ThreadPoolExecutor(len(shares)) as pool:
+        with ThreadPoolExecutor(count) as pool:
             children = list(pool.map(run, [[*command, *share] for share in shares]))
     reports = {}
     for share, child in zip(shares, children, strict=True):
