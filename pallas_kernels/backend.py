@@ -10,15 +10,20 @@ program in both. Nothing else in this package may import from `jax._src`.
 import contextlib
 import os
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src import config as jax_config
+from jax._src import dispatch
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.interpreters import mlir
 
 THREADS = 8  # of XLA's CPU client: 3 to 5 warpgroups, and what runs between them
 
@@ -180,3 +185,46 @@ def _dot(a: Any, b: Any) -> jax.Array:
     product = jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
     plgpu.commit_smem()
     return product
+
+
+def on_device(kinds: tuple[str, ...], *, required: str | None = None) -> jax.Array:
+    """Whether the program around is lowered for one of some GPUs; a constant when it runs.
+
+    Only lowering knows this: a program may be compiled here for a GPU that is not here. A
+    kernel is a black box to XLA's partitioner, which would gather all of its operands; so the
+    answer is no in a program for many devices, except under `jax.shard_map` over all axes.
+
+    Args:
+      kinds: what a device kind contains, e.g. ("H100", "H200").
+      required: refuse any other device, with this text as the beginning of the message.
+
+    Raises:
+      NotImplementedError: while lowering, with `required`.
+    """
+    return _on_device_p.bind(kinds=kinds, required=required)
+
+
+_on_device_p = jex_core.Primitive("on_device")
+_on_device_p.def_impl(partial(dispatch.apply_primitive, _on_device_p))
+_on_device_p.def_abstract_eval(lambda **_: jax.core.ShapedArray((), jnp.bool_))
+dispatch.prim_requires_devices_during_lowering.add(_on_device_p)
+
+
+def _lower_on_device(ctx, *, kinds, required):
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)  # of shard_map
+    if mesh is not None:
+        whole = set(context.manual_axes) == set(mesh.axis_names)
+        devices = tuple(mesh.devices.flat)
+    else:
+        devices = getattr(context, "device_assignment", None) or ()
+        whole = len(devices) == 1
+    kind = devices[0].device_kind if devices else "an unknown device"
+    found = any(name in kind for name in kinds)
+    if required and not (found and whole):
+        where = f"{len(devices)} x {kind} (wrap it in jax.shard_map)" if found else kind
+        raise NotImplementedError(f"{required}; this program is lowered for {where}")
+    return [mlir.ir_constant(np.bool_(found and whole))]
+
+
+mlir.register_lowering(_on_device_p, _lower_on_device)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from pallas_kernels.attention import xla
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.mask import Mask, MaskArrays, split
 from pallas_kernels.attention.xla import Options
 
@@ -61,7 +61,9 @@ def attention(
       logits_soft_cap: a positive Python number, or None.
       sinks_H: one learned logit for each head that takes probability and gives no value.
       return_lse: also return the log-sum-exp (natural log), which is differentiable.
-      implementation: None and "xla" are plain JAX on any device.
+      implementation: None takes the Mosaic GPU kernels in a program that is lowered for one
+        H100 or H200 (or for many under `jax.shard_map`), cuDNN or XLA otherwise; see
+        `dispatch.py`. "mosaic_gpu" insists on the kernels, "xla" on plain JAX.
 
     Returns:
       The output `[B, T, H, E]` in the inputs' dtype; with `return_lse` also the
@@ -69,7 +71,8 @@ def attention(
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
-      NotImplementedError: `implementation="mosaic_gpu"`, and second derivatives.
+      NotImplementedError: second derivatives; `implementation="mosaic_gpu"` with float32, heads
+        above 256, or (while lowering) on a device other than Hopper.
 
     Example:
       >>> q = jnp.ones((1, 3, 4, 8))
@@ -80,11 +83,7 @@ def attention(
     References:
       FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(
-            "this version has no Mosaic GPU attention kernel; implementation=None or 'xla' works"
-        )
-    if implementation not in (None, "xla"):
+    if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"implementation is {implementation!r}; legal: None, 'xla', 'mosaic_gpu'")
     _check_arrays(q_BTHD, k_BSKD, v_BSKE, sinks_H)
     (batch, queries, _, depth), keys = q_BTHD.shape, k_BSKD.shape[1]
@@ -94,33 +93,40 @@ def attention(
     band, mask_arrays = split(mask, batch, queries, keys)
     scale = depth**-0.5 if scale is None else float(scale)
     options = Options(band, scale, logits_soft_cap)
-    out, lse = _attention(options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays)
+    dispatch.refuse(implementation, q_BTHD, v_BSKE)
+    if implementation is None and dispatch.cudnn_serves(
+        options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays, return_lse
+    ):
+        return dispatch.cudnn(options, q_BTHD, k_BSKD, v_BSKE)
+    out, lse = _attention(implementation, options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays)
     return (out, lse) if return_lse else out
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, q, k, v, sinks, mask: MaskArrays):
-    return xla.forward(options, q, k, v, sinks, mask)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(implementation: str | None, options: Options, q, k, v, sinks, mask: MaskArrays):
+    return dispatch.forward(implementation, options, q, k, v, sinks, mask)
 
 
-def _attention_fwd(options, q, k, v, sinks, mask):
-    out, lse = xla.forward(options, q, k, v, sinks, mask)
+def _attention_fwd(implementation, options, q, k, v, sinks, mask):
+    out, lse = dispatch.forward(implementation, options, q, k, v, sinks, mask)
     out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, LSE)
     return (out, lse), (q, k, v, sinks, mask, out, lse)
 
 
-def _attention_bwd(options, residuals, cotangents):
-    return (*_backward(options, *residuals, *cotangents), None)
+def _attention_bwd(implementation, options, residuals, cotangents):
+    return (*_backward(implementation, options, *residuals, *cotangents), None)
 
 
 # A JVP rule of its own, only to refuse: differentiating the loops would fail far from here.
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(options, q, k, v, sinks, mask, out, lse, dout, dlse):
-    return xla.backward(options, q, k, v, sinks, mask, out, lse, dout, dlse)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward(implementation, options, q, k, v, sinks, mask, out, lse, dout, dlse):
+    return dispatch.backward(
+        implementation, options, q, k, v, sinks, mask, out, lse, dout, dlse
+    )
 
 
 @_backward.defjvp
-def _backward_jvp(options, primals, tangents):
+def _backward_jvp(implementation, options, primals, tangents):
     raise NotImplementedError(
         "attention has no second derivative; attention_reference has, at O(T * S) memory"
     )

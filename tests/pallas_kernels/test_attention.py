@@ -385,12 +385,6 @@ def test_mistakes_are_told(change, message):
     assert "\n" not in str(error.value)
 
 
-def test_there_is_no_mosaic_kernel_yet():
-    q, k, v, *_ = make_inputs()
-    with pytest.raises(NotImplementedError, match="no Mosaic GPU attention kernel"):
-        attention(q, k, v, implementation="mosaic_gpu")
-
-
 def test_mask_is_a_pytree_with_static_structure():
     mask = Mask(causal=True, window=(3, None), q_segments=jnp.ones((2, 7), int))
     leaves, structure = jax.tree.flatten(mask)
