@@ -194,11 +194,13 @@ SCRATCH = len(_Refs._fields) - _Refs._fields.index("a")
 
 
 class _Place(NamedTuple):
-    """What a program is for: a tile of one head in a row of the batch."""
+    """What a warpgroup is for: 64 rows of a tile of one head in a row of the batch."""
 
     row: Any
     head: Any
     tile: Any
+    me: Any  # which warpgroup
+    rows: Any  # a slice
 
 
 @dataclass(frozen=True)
@@ -262,25 +264,32 @@ class _Kernel:
         outs = refs[operands:-SCRATCH]
         refs = _Refs(*refs[:operands], *refs[-SCRATCH:])
         warpgroup = lax.axis_index("warpgroup")
-        place = self.place(refs, lax.axis_index("program"))
-        blocks = refs.blocks.at[place.row if refs.blocks.shape[0] > 1 else 0, place.tile]
-        blocks = tuple(blocks[i] for i in range(4))
-        pl.when(warpgroup == self.tiles.consumers)(lambda: self.produce(refs, place, blocks))
-        pl.when(warpgroup < self.tiles.consumers)(
-            lambda: self.consume(refs, outs, place, blocks, warpgroup)
-        )
+        pl.when(warpgroup == self.tiles.consumers)(lambda: self.produce(refs))
+        pl.when(warpgroup < self.tiles.consumers)(lambda: self.consume(refs, outs))
 
-    def place(self, refs: _Refs, program) -> _Place:
+    def place(self, refs: _Refs) -> _Place:
+        """Computed where it is needed: kept, it would take registers that the matmuls need."""
+        program, me = map(
+            lambda axis: lax.optimization_barrier(lax.axis_index(axis)), ("program", "warpgroup")
+        )
         tiles, heads = jnp.int32(refs.blocks.shape[1]), jnp.int32(refs.stay_a.shape[2])
         tile = lax.rem(program, tiles)
         if not self.work.keys_stay:
             tile = tiles - 1 - tile  # as for keys, tiles that see much under a causal mask first
         head = lax.rem(lax.div(program, tiles), heads)
-        return _Place(lax.div(program, tiles * heads), head, tile)
+        rows = pl.ds(tile * self.tiles.rows + me * ROWS, ROWS)
+        return _Place(lax.div(program, tiles * heads), head, tile, me, rows)
 
-    def produce(self, refs: _Refs, place: _Place, blocks):
+    def blocks(self, refs: _Refs, place: _Place) -> tuple:
+        """What the program visits: start, stop, full_start, full_stop."""
+        row = place.row if refs.blocks.shape[0] > 1 else 0
+        return tuple(refs.blocks[row, place.tile, i] for i in range(4))
+
+    def produce(self, refs: _Refs):
         """Loads the blocks that pass, head by head, as stages become free."""
         plgpu.set_max_registers(24, action="decrease")
+        place = self.place(refs)
+        blocks = self.blocks(refs, place)
         stages, count = jnp.int32(self.tiles.stages), blocks[1] - blocks[0]
 
         def load(i, _):
@@ -306,62 +315,53 @@ class _Kernel:
 
         lax.fori_loop(0, count * (self.groups if self.work.keys_stay else 1), load, None)
 
-    def consume(self, refs: _Refs, outs, place: _Place, blocks, me):
+    def consume(self, refs: _Refs, outs):
         """Sums the gradients of 64 rows over all that passes, and stores them."""
         plgpu.set_max_registers(240, action="increase")
-        count = blocks[1] - blocks[0]
-        first_row = place.tile * self.tiles.rows + me * ROWS
-        rows = pl.ds(first_row, ROWS)
-        a, b, here = (ref.at[me] for ref in (refs.a, refs.b, refs.ab_here))
-        plgpu.copy_gmem_to_smem(refs.stay_a.at[place.row, rows, place.head], a, here)
-        plgpu.copy_gmem_to_smem(refs.stay_b.at[place.row, rows, place.head], b, here)
-
-        def load(ref):
-            return plgpu.load(ref, layout=ROW, optimized=False)
-
-        lse = delta = ids = None
+        place = self.place(refs)
+        a, b, here = (ref.at[place.me] for ref in (refs.a, refs.b, refs.ab_here))
+        plgpu.copy_gmem_to_smem(refs.stay_a.at[place.row, place.rows, place.head], a, here)
+        plgpu.copy_gmem_to_smem(refs.stay_b.at[place.row, place.rows, place.head], b, here)
+        lse = delta = None
         if not self.work.keys_stay:
-            lse = load(refs.lse.at[place.row, place.head, rows])
-            delta = load(refs.delta.at[place.row, place.head, rows])
-        if refs.row_ids is not None:
-            ids = load(refs.row_ids.at[place.row, rows])
-        low, high = self.limits(refs, place, first_row)
+            lse = _load_rows(refs.lse.at[place.row, place.head, place.rows])
+            delta = _load_rows(refs.delta.at[place.row, place.head, place.rows])
         plgpu.barrier_wait(here)
+        meet = partial(self.meet, refs, a, b, lse, delta)
 
-        def visit(masked, head, n, sums):
-            i = head * count + n
-            hide = None
-            if masked:
-                hide = partial(self.hide, refs, self.first_column(blocks, n), low, high, ids)
-            return self.meet(refs, a, b, lse, delta, hide, i, sums)
-
-        def visit_head(head, sums):
-            edge = jnp.int32(0)
+        def meet_head(_, state):
             if self.may_mask(refs):
-                edge = edge_count(blocks)
-                sums = lax.fori_loop(0, edge, partial(visit, True, head), sums)
-            return lax.fori_loop(edge, count, partial(visit, False, head), sums)
+                place = self.place(refs)
+                blocks, visible = self.blocks(refs, place), self.visible(refs, place)
+
+                def meet_edge(n, state):
+                    first = self.first_column(blocks, n)
+                    return meet(partial(self.hide, refs, first, *visible), *state)
+
+                state = lax.fori_loop(0, edge_count(blocks), meet_edge, state)
+            _, _, full_start, full_stop = self.blocks(refs, self.place(refs))
+            return lax.fori_loop(full_start, full_stop, lambda _, state: meet(None, *state), state)
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in self.wanted(a, b)]
         sums = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
+        state = jnp.int32(0), sums
         if self.work.keys_stay and self.groups > 1:
-            sums = lax.fori_loop(0, self.groups, visit_head, sums)
+            _, sums = lax.fori_loop(0, self.groups, meet_head, state)
         else:
-            sums = visit_head(0, sums)
+            _, sums = meet_head(0, state)
 
-        factors = self.wanted(self.options.scale, 1.0)
-        for sum_, factor, smem in zip(sums, factors, self.wanted(a, b), strict=True):
-            smem[...] = (sum_ * factor).astype(smem.dtype)  # nobody needs a and b any more
+        place = self.place(refs)
+        # Nobody needs a and b any more: their memory takes the results.
+        results = self.wanted(refs.a.at[place.me], refs.b.at[place.me])
+        for sum_, factor, smem in zip(sums, self.wanted(self.options.scale, 1.0), results):
+            smem[...] = (sum_ * factor).astype(smem.dtype)
         plgpu.commit_smem()
-        # Computed again, lest it takes registers all the time.
-        place = self.place(refs, lax.optimization_barrier(lax.axis_index("program")))
-        rows = pl.ds(place.tile * self.tiles.rows + me * ROWS, ROWS)
-        for smem, out in zip(self.wanted(a, b), outs, strict=True):
-            plgpu.copy_smem_to_gmem(smem, out.at[place.row, rows, place.head])
+        for smem, out in zip(results, outs, strict=True):
+            plgpu.copy_smem_to_gmem(smem, out.at[place.row, place.rows, place.head])
         plgpu.wait_smem_to_gmem(0)
 
     def meet(self, refs: _Refs, a, b, lse, delta, hide, i, sums):
-        """Adds what the block of visit `i` gives to the gradients."""
+        """Adds what the block of visit `i` gives to the gradients; returns the next visit, sums."""
         stage = lax.rem(i, jnp.int32(self.tiles.stages))
         x, y = refs.x.at[stage], refs.y.at[stage]
         shape = ROWS, self.tiles.columns
@@ -395,12 +395,12 @@ class _Kernel:
 
         sums = backend.scoped(step, *[shape] * (1 + self.work.a))
         plgpu.barrier_arrive(refs.free.at[stage])
-        return sums
+        return i + 1, sums
 
-    def limits(self, refs: _Refs, place: _Place, first_row) -> tuple:
-        """First and last column that each of 64 rows sees by the band, or None.
+    def visible(self, refs: _Refs, place: _Place) -> tuple:
+        """By the band the first and last column that each of 64 rows sees, and its segment.
 
-        Vectors for the rows: a comparison of two tiles of indices keeps one of them in registers.
+        Vectors for the rows: to compare two tiles of indices keeps one of them in registers.
         """
         band = self.options.band
         left, right, offset = band.left, band.right, band.offset
@@ -412,12 +412,13 @@ class _Kernel:
         def row_plus(shift):
             return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + shift
 
-        low = None if left is None else row_plus(first_row + offset - left)
-        high = None if right is None else row_plus(first_row + offset + right)
+        low = None if left is None else row_plus(place.rows.start + offset - left)
+        high = None if right is None else row_plus(place.rows.start + offset + right)
         if self.pads_keys():
             last = plgpu.layout_cast(jnp.full((ROWS,), self.keys - 1, jnp.int32), ROW)
             high = last if high is None else jnp.minimum(high, last)
-        return low, high
+        ids = None if refs.row_ids is None else _load_rows(refs.row_ids.at[place.row, place.rows])
+        return low, high, ids
 
     def hide(self, refs: _Refs, first_column, low, high, row_ids, stage, s):
         """Puts the pairs that the mask forbids at -inf."""
@@ -443,6 +444,10 @@ class _Kernel:
 
     def first_column(self, blocks: tuple, n):
         return nth_block(blocks, n) * self.tiles.columns
+
+
+def _load_rows(ref):
+    return plgpu.load(ref, layout=ROW, optimized=False)
 
 
 def _over_rows(vector, shape):
