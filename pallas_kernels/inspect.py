@@ -148,12 +148,16 @@ def simulate(case: Case) -> float:
         got = jax.block_until_ready(jax.jit(lambda *args: case.function(*args))(*args))
     with jax.default_matmul_precision("highest"):
         exact = case.reference(*wide_args)
-    error = lambda out: max(
-        float(jnp.max(jnp.abs(_wide(a) - _wide(b))))
-        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(exact), strict=True)
-    )
-    naive = error(case.reference(*args))
-    return error(got) / naive if naive else 0.0 if error(got) == 0 else math.inf
+    mine, naive = _error(got, exact), _error(case.reference(*args), exact)
+    return mine / naive if naive else 0.0 if mine == 0 else math.inf
+
+
+def _error(out: Any, exact: Any) -> float:
+    """The largest over all leaves; NaN if anything is, and none between two infinities."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(exact), strict=True)
+    wide = [(_wide(a), _wide(b)) for a, b in pairs]
+    errors = [jnp.max(jnp.where(a == b, 0, jnp.abs(a - b))) for a, b in wide]
+    return float(jnp.max(jnp.stack(errors)))
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -203,16 +207,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _sizes(name: str, text: str | None) -> dict[str, int]:
     """Reads `--shape`."""
     legal = {k: p.default for k, p in inspect.signature(KERNELS[name].cases).parameters.items()}
-    forms = (
-        "write sizes of "
-        + ",".join(f"{k}={n or 'all'}" for k, n in legal.items())
-        + " (the defaults)"
-    )
+    defaults = ",".join(f"{k}={n or 'all'}" for k, n in legal.items())
     sizes = {}
     for part in text.split(",") if text else ():
         key, _, value = part.strip().partition("=")
         if key not in legal or not value.isdecimal() or int(value) == 0:
-            raise ValueError(f"cannot read {part!r} in --shape of {name}; {forms}")
+            raise ValueError(f"cannot read {part!r} in --shape of {name}; its sizes are {defaults}")
         sizes[key] = int(value)
     return sizes
 

@@ -63,8 +63,9 @@ def backward_cases(
             args += [jax.ShapeDtypeStruct((B, T, H), jnp.float32)] * 2
             outputs = K * (work.a + work.b) if work.keys_stay else H
             moved = 2 * B * T * size * (2 * H + 2 * K + outputs) + 8 * B * T * H
-            # S and dP, and a product for each gradient.
-            flops = 2 * size * (2 + work.a + work.b) * B * H * _pairs(variant, T)
+            # S; dP with the gradient of q or k; and a product for each gradient.
+            products = 1 + 2 * work.a + work.b
+            flops = 2 * size * products * B * H * _pairs(variant, T)
             name = work.name.removeprefix("attention_")
             yield f"{name} D={size} {variant}", kernel, reference, args, flops, moved
 

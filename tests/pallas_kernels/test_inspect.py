@@ -124,6 +124,18 @@ def test_a_kernel_of_the_table_agrees_with_its_reference(name):
     assert 0 < inspect.simulate(case) <= inspect.MAX_ERROR
 
 
+@pytest.mark.parametrize(
+    ("off", "expected"), [(0.0, 0.0), (0.5, math.inf), (math.nan, math.nan), (math.inf, math.inf)]
+)
+def test_error_where_the_reference_has_none(off, expected):
+    """Of an exact reference; NaN is not lost beside a leaf without, -inf is equal to itself."""
+    exact = lambda x: (x, jnp.full(3, -jnp.inf), x)
+    wrong = lambda x: (x, jnp.full(3, -jnp.inf), x + off)
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    found = inspect.simulate(inspect.Case("", wrong, exact, [x], 0, 0))
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
 def test_simulate_as_a_program(capsys):
     status, out, err = run(capsys, NAME, "--simulate", "--json", "--shape", "N=128")
     assert (status, err) == (0, "")
@@ -171,7 +183,10 @@ def test_simulate_reports_a_wrong_result(monkeypatch, capsys):
         ([], "name a kernel, or --all; kernels are .*example_linear_residual"),
         (["example_linear"], "unknown kernel 'example_linear'; did you mean example_linear_res"),
         (["--all", NAME], "--all takes no kernel and no --shape"),
-        ([NAME, "--shape", "M=0"], "cannot read 'M=0' in --shape of .*M=4096,K=4096,N=4096"),
+        (
+            [NAME, "--shape", "M=0"],
+            "cannot read 'M=0' in --shape of .*; its sizes are M=4096,K=4096,N=4096",
+        ),
         ([NAME, "--shape", "Q=64"], "cannot read 'Q=64'"),
         ([NAME, "--shape", "64x64"], "cannot read '64x64'"),
         (["attention_forward", "--shape", "d=64"], "'d=64'.*B=1,T=8192,H=16,K=16,D=all"),
