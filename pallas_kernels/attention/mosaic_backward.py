@@ -229,10 +229,7 @@ class _Kernel:
         batch, length, heads = stay_a.shape[:3]
         return plgpu.kernel(
             self.body,
-            out_type=[
-                jax.ShapeDtypeStruct(x.shape, dtype)
-                for x in self.wanted(stay_a, stay_b)
-            ],
+            out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in self.wanted(stay_a, stay_b)],
             # One grid axis: it becomes the first of CUDA's, the only one without a limit of 65535.
             grid=(batch * heads * (length // self.tiles.rows),),
             grid_names=("program",),
@@ -365,6 +362,9 @@ class _Kernel:
         stage = lax.rem(i, jnp.int32(self.tiles.stages))
         x, y = refs.x.at[stage], refs.y.at[stage]
         shape = ROWS, self.tiles.columns
+        # dP runs while P is computed, unless a cap and segments need its registers for that.
+        capped = self.options.soft_cap is not None
+        early = self.work.a and (hide is None or not capped or refs.x_ids is None)
 
         def spread(row_vector, column_vectors):
             if row_vector is not None:
@@ -375,11 +375,13 @@ class _Kernel:
             plgpu.barrier_wait(refs.x_here.at[stage])
             backend.wgmma(s_acc, a, x.T)
             plgpu.barrier_wait(refs.y_here.at[stage])
-            if self.work.a:
+            if early:
                 backend.wgmma(dp_acc, b, y.T)
-            s, factor = logits(self.options, backend.read(s_acc, in_flight=int(self.work.a)))
+            s, factor = logits(self.options, backend.read(s_acc, in_flight=int(early)))
             shown = s if hide is None else hide(stage, s)
             p = jnp.exp2(shown * factor - spread(lse, refs.x_lse))
+            if self.work.a and not early:
+                backend.wgmma(dp_acc, b, y.T)
 
             def add(*accs):
                 if self.work.b:
