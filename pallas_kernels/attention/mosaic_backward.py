@@ -47,6 +47,7 @@ ROWS = 64  # of a consumer's part of the tile: M of wgmma
 UNIT = 64  # head sizes are padded to a multiple: a row of the 128-byte swizzle
 SHARED_MEMORY = 226 * 1024  # of a program on Hopper, less the barriers
 REGISTERS = 192  # of a consumer's thread, for gradients and logits; it has 240
+LARGEST_HEAD = 192  # with 256 the sums of dQ alone spill
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,14 @@ def backward(
       q, k, v, dout: bfloat16 or float16.
       lse: float32, natural log, -inf for queries that see nothing.
       delta: float32, `(out * dout).sum(-1) - dlse`.
+
+    Raises:
+      NotImplementedError: heads larger than `LARGEST_HEAD`.
     """
+    if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
+        raise NotImplementedError(
+            f"got q {q.shape}, v {v.shape}; the kernels take heads of up to {LARGEST_HEAD}"
+        )
     padded = [pad(x, 3, UNIT) for x in (q, k, v, dout)]
     sizes = padded[0].shape[3], padded[2].shape[3]
     gradients = []
@@ -362,9 +370,6 @@ class _Kernel:
         stage = lax.rem(i, jnp.int32(self.tiles.stages))
         x, y = refs.x.at[stage], refs.y.at[stage]
         shape = ROWS, self.tiles.columns
-        # dP runs while P is computed, unless a cap and segments need its registers for that.
-        capped = self.options.soft_cap is not None
-        early = self.work.a and (hide is None or not capped or refs.x_ids is None)
 
         def spread(row_vector, column_vectors):
             if row_vector is not None:
@@ -375,22 +380,20 @@ class _Kernel:
             plgpu.barrier_wait(refs.x_here.at[stage])
             backend.wgmma(s_acc, a, x.T)
             plgpu.barrier_wait(refs.y_here.at[stage])
-            if early:
+            if self.work.a:
                 backend.wgmma(dp_acc, b, y.T)
-            s, factor = logits(self.options, backend.read(s_acc, in_flight=int(early)))
+            s, factor = logits(self.options, backend.read(s_acc, in_flight=int(self.work.a)))
             shown = s if hide is None else hide(stage, s)
             p = jnp.exp2(shown * factor - spread(lse, refs.x_lse))
-            if self.work.a and not early:
-                backend.wgmma(dp_acc, b, y.T)
+            # With a cap s is the tanh; its derivative joins P here, so that s need not stay.
+            slope = p if self.options.soft_cap is None else p * (1.0 - s * s)
 
             def add(*accs):
                 if self.work.b:
                     backend.wgmma(accs[-1], p.astype(y.dtype), y)
                 if self.work.a:
                     dp = backend.read(dp_acc, in_flight=int(self.work.b))
-                    ds = p * (dp - spread(delta, refs.y_delta))
-                    if self.options.soft_cap is not None:
-                        ds *= 1.0 - s * s  # s is the tanh
+                    ds = slope * (dp - spread(delta, refs.y_delta))
                     backend.wgmma(accs[0], ds.astype(x.dtype), x)
 
             return backend.carried(add, *sums)
