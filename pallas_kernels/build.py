@@ -20,6 +20,7 @@ into a `jax.export.Exported` of its own: `jax.export`'s own serialisation needs 
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,7 +99,7 @@ def build(function: Callable, *abstract_args: Any, target: targets.Target) -> Bu
       target: one GPU, such as `target.parse("h200")`.
 
     Returns:
-      The report. Two to four seconds go into starting the child process; `build_all` shares it.
+      The report. Seconds go into starting the child process; `build_all` shares them.
 
     Raises:
       ValueError: the function holds no kernel, or several; the target has several GPUs.
@@ -115,7 +117,7 @@ def build(function: Callable, *abstract_args: Any, target: targets.Target) -> Bu
 def build_all(
     programs: Sequence[tuple[Callable, Sequence[Any]]], target: targets.Target
 ) -> list[Build]:
-    """`build` of many `(function, abstract_args)`, in one child process.
+    """`build` of many `(function, abstract_args)`, in a child process for each core.
 
     Returns:
       Their reports, in order. Raises as `build` does.
@@ -125,16 +127,23 @@ def build_all(
     with tempfile.TemporaryDirectory(prefix="pallas-build-") as folder:
         hashes = [_write(Path(folder), function, args) for function, args in programs]
         distinct = list(dict.fromkeys(hashes))
-        command = [sys.executable, "-m", __name__, folder, str(target), *distinct]
-        child = subprocess.run(
-            command, env=_environment(root), capture_output=True, text=True, check=False
+        # Compiling keeps one core busy: as many children as cores.
+        count = max(1, min(os.cpu_count() or 1, len(distinct)))
+        shares = [distinct[i::count] for i in range(count)]
+        command = [sys.executable, "-m", __name__, folder, str(target)]
+        run = functools.partial(
+            subprocess.run, env=_environment(root), capture_output=True, text=True, check=False
         )
-    _, *outputs = child.stdout.split(_MARK)
-    if child.returncode:
-        first = hashes.index(distinct[len(outputs) - 1]) if outputs else 0
-        name = _name(programs[first][0])
-        raise CompileError(f"{name} for {target}: {_complaint(child.stderr)}")
-    reports = {key: _read(target, output) for key, output in zip(distinct, outputs, strict=True)}
+        with ThreadPoolExecutor(count) as pool:
+            children = list(pool.map(run, [[*command, *share] for share in shares]))
+    reports = {}
+    for share, child in zip(shares, children, strict=True):
+        _, *outputs = child.stdout.split(_MARK)
+        if child.returncode:
+            first = hashes.index(share[max(len(outputs), 1) - 1])
+            name = _name(programs[first][0])
+            raise CompileError(f"{name} for {target}: {_complaint(child.stderr)}")
+        reports |= {key: _read(target, text) for key, text in zip(share, outputs, strict=True)}
     return [reports[key] for key in hashes]
 
 
@@ -184,8 +193,12 @@ def _write(folder: Path, function: Callable, args: Sequence[Any]) -> str:
     """Lowers a program into files for the child, named by the hash of its kernel."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in _CALLS]
     jitted = jax.jit(function, keep_unused=True)
-    with _newest_encoding():
-        exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
+    try:
+        with _newest_encoding():
+            exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
+    except Exception as error:
+        error.add_note(f"while lowering {_name(function)}")
+        raise
     hashes = set(re.findall(r'kernel_hash = ("(?:[^"\\]|\\.)*")', exported.mlir_module()))
     if len(hashes) != 1:
         raise ValueError(

@@ -20,6 +20,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import backend, example_linear_residual
 from pallas_kernels import target as targets
+from pallas_kernels.attention import cases as attention
 from pallas_kernels.build import Build, CompileError, build, build_all, check_target
 from pallas_kernels.gpus import Gpu
 
@@ -56,7 +58,10 @@ class Entry(NamedTuple):
 
 MAX_ERROR = 2.0  # of a kernel, over that of the same in plain JAX
 
+_SMALL = {"T": 256, "H": 2, "K": 1, "D": 64}
 KERNELS: dict[str, Entry] = {
+    "attention_forward": Entry(attention.forward_cases, _SMALL),
+    "attention_backward": Entry(attention.backward_cases, _SMALL),
     "example_linear_residual": Entry(example_linear_residual.cases, {"M": 128, "K": 320, "N": 256}),
 }
 
@@ -143,12 +148,16 @@ def simulate(case: Case) -> float:
         got = jax.block_until_ready(jax.jit(lambda *args: case.function(*args))(*args))
     with jax.default_matmul_precision("highest"):
         exact = case.reference(*wide_args)
-    error = lambda out: max(
-        float(jnp.max(jnp.abs(_wide(a) - _wide(b))))
-        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(exact), strict=True)
-    )
-    naive = error(case.reference(*args))
-    return error(got) / naive if naive else 0.0 if error(got) == 0 else math.inf
+    mine, naive = _error(got, exact), _error(case.reference(*args), exact)
+    return mine / naive if naive else 0.0 if mine == 0 else math.inf
+
+
+def _error(out: Any, exact: Any) -> float:
+    """The largest over all leaves; NaN if anything is, and none between two infinities."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(exact), strict=True)
+    wide = [(_wide(a), _wide(b)) for a, b in pairs]
+    errors = [jnp.max(jnp.where(a == b, 0, jnp.abs(a - b))) for a, b in wide]
+    return float(jnp.max(jnp.stack(errors)))
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -198,12 +207,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _sizes(name: str, text: str | None) -> dict[str, int]:
     """Reads `--shape`."""
     legal = {k: p.default for k, p in inspect.signature(KERNELS[name].cases).parameters.items()}
-    forms = "write sizes of " + ",".join(f"{k}={n}" for k, n in legal.items()) + " (the defaults)"
+    defaults = ",".join(f"{k}={n or 'all'}" for k, n in legal.items())
     sizes = {}
     for part in text.split(",") if text else ():
         key, _, value = part.strip().partition("=")
         if key not in legal or not value.isdecimal() or int(value) == 0:
-            raise ValueError(f"cannot read {part!r} in --shape of {name}; {forms}")
+            raise ValueError(f"cannot read {part!r} in --shape of {name}; its sizes are {defaults}")
         sizes[key] = int(value)
     return sizes
 
@@ -252,12 +261,14 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, targets.Targ
     for name in KERNELS if options.all else [options.kernel]:
         sizes = (KERNELS[name].small if options.simulate else {}) | _sizes(name, options.shape)
         todo += [_Todo(name, sizes, case) for case in cases(name, sizes)]
+    if not todo:
+        raise ValueError(f"{options.kernel} has no kernel for --shape {options.shape}")
     return options, gpu, todo
 
 
 def _run(options: argparse.Namespace, gpu: targets.Target, todo: Sequence[_Todo]) -> int:
     if not options.simulate:
-        built = build_all([(case.function, case.args) for _, _, case in todo], gpu)
+        built = build_all([(_named(t), t.case.args) for t in todo], gpu)
         rows = [report(t.name, t.case, b, gpu.gpu) for t, b in zip(todo, built, strict=True)]
         print(json.dumps(rows, indent=1) if options.json else table(rows))
         return 0
@@ -274,6 +285,16 @@ def _run(options: argparse.Namespace, gpu: targets.Target, todo: Sequence[_Todo]
             )
             print(f"{r['name']} {r['configuration']} {sizes}: {outcome}".replace("  ", " "))
     return int(any(r["race"] or not r["error"] <= MAX_ERROR for r in rows))
+
+
+def _named(todo: _Todo) -> Callable:
+    """The function under the name by which errors should call it."""
+
+    def function(*args):
+        return todo.case.function(*args)
+
+    function.__name__ = f"{todo.name} {todo.case.label}".strip()
+    return function
 
 
 def _simulated(name: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
@@ -321,4 +342,6 @@ def _fail(error: Exception, status: int) -> int:
 
 
 if __name__ == "__main__":
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", backend.THREADS)  # for the simulator
     sys.exit(main())

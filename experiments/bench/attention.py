@@ -269,6 +269,14 @@ def plot(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
+def gpu_here() -> str:
+    """What JAX calls the GPU it runs on."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise UserError(f"this benchmark needs a GPU, and JAX runs on the {device.platform}")
+    return device.device_kind
+
+
 def main(options: Options) -> None:
     """Compiles everything, times it, and prints the results."""
     if options.length not in LENGTHS:
@@ -277,9 +285,7 @@ def main(options: Options) -> None:
         raise UserError(f"--rounds {options.rounds}: at least 1")
     if options.plot:
         check_picture(Path(options.plot))
-    if jax.default_backend() != "gpu":
-        raise UserError(f"this benchmark needs a GPU, and JAX runs on the {jax.default_backend()}")
-    device = jax.devices()[0].device_kind
+    device = gpu_here()
     gpu = gpus.find(device)
     sides = [s for s in SIDES if s != "tokamax" or importlib.util.find_spec("tokamax")]
     keys = [(c, b, s) for c in cases(options.length) for b in (False, True) for s in sides]

@@ -134,6 +134,11 @@ def test_a_kernel_compiled_before_is_reported_all_the_same(other_cuda, tmp_path,
 
 
 @pytest.mark.target
+def test_nothing_to_build():
+    assert build.build_all([], H200) == []
+
+
+@pytest.mark.target
 def test_what_does_not_compile_says_why_in_one_line():
     with pytest.raises(build.CompileError) as error:
         build.build(example.linear_residual, *ARGS, target=target.parse("b200"))

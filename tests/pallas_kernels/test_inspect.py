@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import build, inspect, target
 from pallas_kernels import example_linear_residual as example
+from pallas_kernels.attention import cases as attention
+from pallas_kernels.attention import mask
 from pallas_kernels.gpus import GPUS
 
 KEYS = (
@@ -18,6 +21,8 @@ KEYS = (
     "bytes roofline_us"
 ).split()
 NAME = "example_linear_residual"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden/kernels_h200.json"
 
 
 def run(capsys, *argv):
@@ -37,14 +42,25 @@ def everything():
 
 
 @pytest.mark.target
-def test_no_kernel_spills_or_takes_more_than_a_core_has(everything):
+def test_no_kernel_is_worse_than_recorded(everything):
+    """Record: python -m pallas_kernels.inspect --all --json > tests/golden/kernels_h200.json"""
+    key = lambda row: (row["name"], row["configuration"])
+    recorded = {key(row): row for row in json.loads(GOLDEN.read_text())}
+    assert list(map(key, everything)) == list(recorded)
     for row in everything:
-        assert row["spill_bytes"] == 0, row
-        assert 0 < row["shared_memory_bytes"] <= 227 * 1024, row
-        assert row["occupancy"] > 0, row
-        assert row["wgmma"] > 0 and row["tma"] > 0, row
-        assert all(".bf16.bf16" in kind for kind in row["wgmma_kinds"]), row
-        assert not row["warnings"], row
+        for figure in ("spill_bytes", "registers", "shared_memory_bytes"):
+            assert row[figure] <= recorded[key(row)][figure], (key(row), figure)
+        assert list(row["wgmma_kinds"]) == recorded[key(row)]["wgmma_kinds"], key(row)
+        assert all(kind.endswith(".f32.bf16.bf16") for kind in row["wgmma_kinds"]), key(row)
+        assert 0 < row["shared_memory_bytes"] <= 227 * 1024, key(row)
+        assert row["wgmma"] > 0 and row["tma"] > 0 and row["occupancy"] > 0, key(row)
+        assert not row["warnings"], key(row)
+
+
+def test_what_is_recorded_does_not_spill_and_is_in_the_readme():
+    rows = json.loads(GOLDEN.read_text())
+    assert [r for r in rows if r["spill_bytes"]] == []
+    assert inspect.table(rows) in (ROOT / "pallas_kernels/README.md").read_text()
 
 
 @pytest.mark.target
@@ -100,12 +116,42 @@ def test_roofline_without_a_rate(gpu, dtype):
 
 
 @pytest.mark.parametrize("name", inspect.KERNELS)
-def test_every_kernel_of_the_table_simulates(name, capsys):
-    status, out, err = run(capsys, name, "--simulate", "--json")
+def test_a_kernel_of_the_table_agrees_with_its_reference(name):
+    """One configuration: the kernels' own tests go through all."""
+    entry = inspect.KERNELS[name]
+    sizes = entry.small | ({"T": 128, "K": 1, "H": 2} if "T" in entry.small else {})
+    case = inspect.cases(name, sizes)[-1]
+    assert 0 < inspect.simulate(case) <= inspect.MAX_ERROR
+
+
+@pytest.mark.parametrize(
+    ("off", "expected"), [(0.0, 0.0), (0.5, math.inf), (math.nan, math.inf), (math.inf, math.inf)]
+)
+def test_error_where_the_reference_has_none(off, expected):
+    """Of an exact reference; NaN is not lost beside a leaf without, -inf is equal to itself."""
+    exact = lambda x: (x, jnp.full(3, -jnp.inf), x)
+    wrong = lambda x: (x, jnp.full(3, -jnp.inf), x + off)
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    found = inspect.simulate(inspect.Case("", wrong, exact, [x], 0, 0))
+    assert found == expected
+
+
+def test_simulate_as_a_program(capsys):
+    status, out, err = run(capsys, NAME, "--simulate", "--json", "--shape", "N=128")
     assert (status, err) == (0, "")
-    for row in json.loads(out):
-        assert row["race"] is None
-        assert 0 < row["error"] <= inspect.MAX_ERROR
+    (row,) = json.loads(out)
+    assert row["shape"] == {"M": 128, "K": 320, "N": 128}
+    assert row["race"] is None and 0 < row["error"] <= inspect.MAX_ERROR
+
+
+@pytest.mark.parametrize("variant", attention.VARIANTS)
+def test_pairs_of_attention_are_those_of_its_mask(variant):
+    q = jnp.zeros((1, 64, 2, 16))
+    band, arrays = mask.split(attention._mask(variant, q), 1, 64, 64)
+    places = jnp.arange(64)
+    seen = int(mask.visible(band, arrays, places, places).sum())
+    # Half of T x T leaves out half of the diagonal.
+    assert attention._pairs(variant, 64) == seen - (32 if variant in ("causal", "packed") else 0)
 
 
 def test_simulate_reports_a_race(monkeypatch, capsys):
@@ -134,12 +180,17 @@ def test_simulate_reports_a_wrong_result(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "name a kernel, or --all; kernels are example_linear_residual"),
+        ([], "name a kernel, or --all; kernels are .*example_linear_residual"),
         (["example_linear"], "unknown kernel 'example_linear'; did you mean example_linear_res"),
         (["--all", NAME], "--all takes no kernel and no --shape"),
-        ([NAME, "--shape", "M=0"], "cannot read 'M=0' in --shape of .*M=4096,K=4096,N=4096"),
+        (
+            [NAME, "--shape", "M=0"],
+            "cannot read 'M=0' in --shape of .*; its sizes are M=4096,K=4096,N=4096",
+        ),
         ([NAME, "--shape", "Q=64"], "cannot read 'Q=64'"),
         ([NAME, "--shape", "64x64"], "cannot read '64x64'"),
+        (["attention_forward", "--shape", "d=64"], "'d=64'.*B=1,T=8192,H=16,K=16,D=all"),
+        (["attention_backward", "--shape", "D=96"], "D=96; the backward kernels take multiples"),
         ([NAME, "--shape", "M=100"], "got bfloat16\\[100, 4096\\].*need bfloat16"),
         ([NAME, "--target", "h20"], "unknown target 'h20': did you mean h200"),
         ([NAME, "--target", "h200x2"], "built for one GPU"),
