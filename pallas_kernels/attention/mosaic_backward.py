@@ -237,10 +237,7 @@ class _Kernel:
         batch, length, heads = stay_a.shape[:3]
         return plgpu.kernel(
             self.body,
-            out_type=[
-                jax.ShapeDtypeStruct(x.shape, dtype)
-                for x in self.wanted(stay_a, stay_b)
-            ],
+            out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in self.wanted(stay_a, stay_b)],
             # One grid axis: it becomes the first of CUDA's, the only one without a limit of 65535.
             grid=(batch * heads * (length // self.tiles.rows),),
             grid_names=("program",),
