@@ -344,8 +344,10 @@ class _Kernel:
                     return meet(partial(self.hide, refs, first, *visible), *state)
 
                 state = lax.fori_loop(0, edge_count(blocks), meet_edge, state)
-            _, _, full_start, full_stop = self.blocks(refs, self.place(refs))
-            return lax.fori_loop(full_start, full_stop, lambda _, state: meet(None, *state), state)
+                _, _, start, stop = self.blocks(refs, self.place(refs))
+            else:  # what is not full holds padding of this side only
+                start, stop, _, _ = self.blocks(refs, self.place(refs))
+            return lax.fori_loop(start, stop, lambda _, state: meet(None, *state), state)
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in self.wanted(a, b)]
         sums = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
