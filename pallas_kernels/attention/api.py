@@ -120,9 +120,7 @@ def _attention_bwd(implementation, options, residuals, cotangents):
 # A JVP rule of its own, only to refuse: differentiating the loops would fail far from here.
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(implementation, options, q, k, v, sinks, mask, out, lse, dout, dlse):
-    return dispatch.backward(
-        implementation, options, q, k, v, sinks, mask, out, lse, dout, dlse
-    )
+    return dispatch.backward(implementation, options, q, k, v, sinks, mask, out, lse, dout, dlse)
 
 
 @_backward.defjvp

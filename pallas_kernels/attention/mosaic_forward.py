@@ -157,14 +157,12 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
         return plgpu.SMEM(dims, q.dtype, transforms=layout)
 
     n = tiles.stages
-    scratch = {
+    scratch: dict[str, Any] = {
         "q_smem": ring(CONSUMERS, tiles.block_q, depth),
         "k_smem": ring(n, tiles.block_kv, depth),
         "v_smem": ring(n, tiles.block_kv, value_size),
         # The output takes the place of the queries where it fits.
-        "out_smem": None
-        if depth == value_size
-        else ring(CONSUMERS, tiles.block_q, value_size),
+        "out_smem": None if depth == value_size else ring(CONSUMERS, tiles.block_q, value_size),
         "lse_smem": plgpu.SMEM((CONSUMERS, tiles.block_q), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
         "k_here": plgpu.Barrier(num_arrivals=1, num_barriers=n),
@@ -185,6 +183,7 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
+        kernel_name="attention_forward",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
@@ -194,13 +193,9 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
 def _kernel(shape, q, k, v, blocks, offset, q_ids, k_ids, out, lse, **scratch):
     warpgroup = lax.axis_index("warpgroup")
     pl.when(warpgroup < CONSUMERS)(
-        lambda: _consume(
-            shape, blocks, warpgroup, q, offset, q_ids, k_ids, out, lse, **scratch
-        )
+        lambda: _consume(shape, blocks, warpgroup, q, offset, q_ids, k_ids, out, lse, **scratch)
     )
-    pl.when(warpgroup == CONSUMERS)(
-        lambda: _produce(shape, blocks, k, v, **scratch)
-    )
+    pl.when(warpgroup == CONSUMERS)(lambda: _produce(shape, blocks, k, v, **scratch))
 
 
 def _produce(
@@ -244,7 +239,7 @@ def _consume(
     row, tile, head, visits = shape.place(blocks)
     block_q, block_kv = shape.tiles.block_q, shape.tiles.block_kv
     stages = jnp.int32(shape.tiles.stages)
-    depth, value_size = q_smem.shape[-1], v_smem.shape[-1]
+    value_size = v_smem.shape[-1]
     first_row = (tile * CONSUMERS + me) * block_q
     rows = pl.ds(first_row, block_q)
     start, stop, *_ = visits
