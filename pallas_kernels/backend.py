@@ -61,7 +61,9 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
         with plgpu.force_gpu_interpret_mode(params):
             yield
     except Exception:
-        # A kernel that failed leaves threads and buffers behind that fail the next one.
+        # A kernel that failed leaves buffers behind, which fail the next one, and its token,
+        # which raises once more at exit.
+        dispatch.runtime_tokens.clear()
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
 

@@ -51,7 +51,7 @@ def backward(
     """Gradients of q, k, v and sinks, as `xla.backward`."""
     return _choose(
         implementation,
-        _unfit(q, v) is None,
+        _unfit(q, v) is None and max(q.shape[3], v.shape[3]) <= mosaic_backward.LARGEST_HEAD,
         partial(_mosaic_backward, options),
         partial(xla.backward, options),
         *(q, k, v, sinks, mask, out, lse, dout, dlse),
@@ -81,6 +81,7 @@ def _unfit(q: jax.Array, v: jax.Array) -> str | None:
 def _choose(implementation, fit: bool, kernel, plain, *operands):
     if implementation == "xla" or not fit:
         return plain(*operands)
+    kernel = partial(_varying_as, plain, kernel)
     if backend.interpreting():
         return (kernel if implementation == "mosaic_gpu" else plain)(*operands)
     required = _NEEDS if implementation == "mosaic_gpu" else None
@@ -96,6 +97,20 @@ def _choose(implementation, fit: bool, kernel, plain, *operands):
         return plain(*operands)
 
     return lax.platform_dependent(*operands, cuda=choose, default=elsewhere)
+
+
+def _varying_as(plain, kernel, *operands):
+    """Calls the kernel; under `shard_map` its results vary over the axes that XLA's do."""
+
+    def match(x, like):
+        axes = _varying(like) - _varying(x)
+        return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+    return jax.tree.map(match, kernel(*operands), jax.eval_shape(plain, *operands))
+
+
+def _varying(x) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def cudnn_serves(options: Options, q, k, v, sinks, mask, return_lse: bool) -> bool:

@@ -157,7 +157,7 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
         return plgpu.SMEM(dims, q.dtype, transforms=layout)
 
     n = tiles.stages
-    scratch = {
+    scratch: dict[str, Any] = {
         "q_smem": ring(CONSUMERS, tiles.block_q, depth),
         "k_smem": ring(n, tiles.block_kv, depth),
         "v_smem": ring(n, tiles.block_kv, value_size),
@@ -239,7 +239,7 @@ def _consume(
     row, tile, head, visits = shape.place(blocks)
     block_q, block_kv = shape.tiles.block_q, shape.tiles.block_kv
     stages = jnp.int32(shape.tiles.stages)
-    depth, value_size = q_smem.shape[-1], v_smem.shape[-1]
+    value_size = v_smem.shape[-1]
     first_row = (tile * CONSUMERS + me) * block_q
     rows = pl.ds(first_row, block_q)
     start, stop, *_ = visits
