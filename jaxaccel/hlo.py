@@ -317,10 +317,11 @@ def _family(dtype: str) -> str:
 
 
 def operand_type(computation: Computation, node: Instruction) -> str:
-    """Type that a matmul (or kernel) reads, the wider of its two operands': "fp8", "bf16"."""
-    operands = node.operands[: 1 if is_kernel(node) else 2]
-    types = [computation.instructions[o].shapes[0].dtype for o in operands]
-    return _family(max(types, key=bits, default=""))
+    """Type that a matmul reads, the wider of its two operands': "fp8", "bf16"; or a kernel's first."""
+    types = [computation.instructions[o].shapes[0].dtype for o in node.operands]
+    if is_kernel(node):  # integers say where to read
+        return _family(next((t for t in types if re.match("b?f", t)), ""))
+    return _family(max(types[:2], key=bits, default=""))
 
 
 def is_kernel(node: Instruction) -> bool:

@@ -8,6 +8,8 @@ program in both. Nothing else in this package may import from `jax._src`.
 """
 
 import contextlib
+import inspect
+import math
 import os
 from collections.abc import Callable, Generator
 from functools import partial
@@ -66,6 +68,19 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
         dispatch.runtime_tokens.clear()
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
+
+
+def cost(flops: int, *arrays: Any) -> dict[str, Any]:
+    """`plgpu.kernel`'s option that states the cost of a call; none before jax 0.12.
+
+    Args:
+      flops: of the matmuls.
+      arrays: read or written, each once.
+    """
+    if "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
+        return {}
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    return {"cost_estimate": pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)}
 
 
 def scoped(body: Callable, *shapes: tuple[int, int]) -> Any:

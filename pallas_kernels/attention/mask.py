@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 
@@ -132,6 +133,22 @@ def query_range(band: Band, offset: tuple, first: Any, count: int, queries: int)
     """
     mirrored = Band(left=band.right, right=band.left, offset=None)
     return key_range(mirrored, (-offset[1], -offset[0]), first, count, queries)
+
+
+def count_pairs(band: Band, queries: int, keys: int) -> int:
+    """Pairs of a query and a key that the band allows; segments, and an offset that is known at
+    run time only, may allow fewer.
+
+    Example:
+      >>> count_pairs(Band(left=None, right=0, offset=0), 4, 4)
+      10
+    """
+    if band.offset is None:
+        return queries * keys
+    place = np.arange(queries) + band.offset
+    first = np.zeros_like(place) if band.left is None else np.maximum(place - band.left, 0)
+    last = keys - 1 if band.right is None else np.minimum(place + band.right, keys - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
 
 
 def band_covers(band: Band, rows: range, columns: range) -> bool:

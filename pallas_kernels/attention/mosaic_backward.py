@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend
-from pallas_kernels.attention.mask import MaskArrays
+from pallas_kernels.attention.mask import MaskArrays, count_pairs
 from pallas_kernels.attention.mosaic_forward import LOG2_E, logits, pad
 from pallas_kernels.attention.schedule import edge_count, key_blocks, nth_block, query_blocks
 from pallas_kernels.attention.xla import Options
@@ -166,7 +166,13 @@ def run(
         )
     )
     stay, passing = (k_side, q_side) if work.keys_stay else (q_side, k_side)
-    kernel = _Kernel(work, tiles, options, q.shape[2] // k.shape[2], keys)
+    # S; dP with the gradient of q or k; and a product for each gradient.
+    depth, value_depth = q.shape[3], v.shape[3]
+    products = depth + work.a * (value_depth + depth) + work.b * value_depth
+    pairs = q.shape[0] * q.shape[2] * count_pairs(options.band, queries, keys)
+    kernel = _Kernel(
+        work, tiles, options, q.shape[2] // k.shape[2], keys, flops=2 * products * pairs
+    )
     out = kernel(blocks, mask.offset, *stay, *passing, lse, delta)
     return [x[:, : keys if work.keys_stay else queries] for x in out]
 
@@ -220,6 +226,7 @@ class _Kernel:
     options: Options
     groups: int  # query heads of a key/value head
     keys: int  # without padding
+    flops: int
 
     def __call__(self, blocks, offset, stay_a, stay_b, row_ids, *rest) -> list[Array]:
         stages, columns, consumers = self.tiles.stages, self.tiles.columns, self.tiles.consumers
@@ -237,9 +244,10 @@ class _Kernel:
             return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
         batch, length, heads = stay_a.shape[:3]
+        out = [jax.ShapeDtypeStruct(x.shape, dtype) for x in self.wanted(stay_a, stay_b)]
         return plgpu.kernel(
             self.body,
-            out_type=[jax.ShapeDtypeStruct(x.shape, dtype) for x in self.wanted(stay_a, stay_b)],
+            out_type=out,
             # One grid axis: it becomes the first of CUDA's, the only one without a limit of 65535.
             grid=(batch * heads * (length // self.tiles.rows),),
             grid_names=("program",),
@@ -260,6 +268,7 @@ class _Kernel:
                 approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
             ),
             kernel_name=self.work.name,
+            **backend.cost(self.flops, stay_a, stay_b, rest, out),
         )(blocks, offset, stay_a, stay_b, row_ids, *rest)
 
     def wanted(self, a, b) -> list:

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend
-from pallas_kernels.attention.mask import MaskArrays
+from pallas_kernels.attention.mask import MaskArrays, count_pairs
 from pallas_kernels.attention.schedule import edge_count, key_blocks, nth_block
 from pallas_kernels.attention.xla import Options
 
@@ -171,13 +171,15 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
         "v_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=n),
         "turn": plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS),
     }
+    out = (
+        jax.ShapeDtypeStruct((batch, queries, heads, value_size), q.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    )
+    pairs = batch * heads * count_pairs(options.band, queries, keys)
     # One grid axis: it becomes the first of CUDA's, the only one without a limit of 65535.
     return plgpu.kernel(
         partial(_kernel, shape),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, queries, heads, value_size), q.dtype),
-            jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
-        ),
+        out_type=out,
         scratch_types=scratch,
         grid=(batch * heads * shape.query_tiles,),
         grid_names=("program",),
@@ -187,6 +189,7 @@ def _call(options, tiles, keys, q, k, v, blocks, offset, q_ids, k_ids):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
+        **backend.cost(2 * (depth + value_size) * pairs, q, k, v, out),
     )(q, k, v, blocks, offset, q_ids, k_ids)
 
 
