@@ -134,12 +134,14 @@ def backward(
         raise NotImplementedError(
             f"got q {q.shape}, v {v.shape}; the kernels take heads of up to {LARGEST_HEAD}"
         )
-    padded = [pad(x, 3, UNIT) for x in (q, k, v, dout)]
-    sizes = padded[0].shape[3], padded[2].shape[3]
+    sizes = q.shape[3], k.shape[3], v.shape[3]
+    q, k, v, dout = (pad(x, 3, UNIT) for x in (q, k, v, dout))
     gradients = []
-    for work, tiles in choose(*sizes, soft_cap=options.soft_cap is not None).items():
-        gradients += run(work, tiles, options, *padded, mask, lse, delta)
-    return tuple(g[..., : x.shape[3]] for g, x in zip(gradients, (q, k, v), strict=True))
+    capped = options.soft_cap is not None
+    for work, tiles in choose(q.shape[3], v.shape[3], soft_cap=capped).items():
+        gradients += run(work, tiles, options, q, k, v, dout, mask, lse, delta)
+    dq, dk, dv = (x[..., :size] for x, size in zip(gradients, sizes, strict=True))
+    return dq, dk, dv
 
 
 def run(
@@ -274,9 +276,8 @@ class _Kernel:
 
     def place(self, refs: _Refs) -> _Place:
         """Computed where it is needed: kept, it would take registers that the matmuls need."""
-        program, me = map(
-            lambda axis: lax.optimization_barrier(lax.axis_index(axis)), ("program", "warpgroup")
-        )
+        axes = "program", "warpgroup"
+        program, me = (lax.optimization_barrier(lax.axis_index(axis)) for axis in axes)
         tiles, heads = jnp.int32(refs.blocks.shape[1]), jnp.int32(refs.stay_a.shape[2])
         tile = lax.rem(program, tiles)
         if not self.work.keys_stay:
@@ -344,8 +345,10 @@ class _Kernel:
                     return meet(partial(self.hide, refs, first, *visible), *state)
 
                 state = lax.fori_loop(0, edge_count(blocks), meet_edge, state)
-            _, _, full_start, full_stop = self.blocks(refs, self.place(refs))
-            return lax.fori_loop(full_start, full_stop, lambda _, state: meet(None, *state), state)
+                _, _, start, stop = self.blocks(refs, self.place(refs))
+            else:  # what is not full holds padding of this side only
+                start, stop, _, _ = self.blocks(refs, self.place(refs))
+            return lax.fori_loop(start, stop, lambda _, state: meet(None, *state), state)
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in self.wanted(a, b)]
         sums = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
