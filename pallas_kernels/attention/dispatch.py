@@ -9,8 +9,8 @@
 The choice is made while the program is lowered, by the device it is lowered for: that may be
 one that is not here. cuDNN is the exception, since JAX asks it for its version while tracing:
 it is chosen where such a GPU is in this process. Programs that XLA partitions over many
-devices keep XLA's attention, which is partitioned with them; under `jax.shard_map` over all
-mesh axes each device runs the kernels.
+devices, and arrays sharded by explicit mesh axes, keep XLA's attention, which is partitioned
+with them; under `jax.shard_map` over all mesh axes each device runs the kernels.
 """
 
 from functools import partial
@@ -75,6 +75,8 @@ def _unfit(q: jax.Array, v: jax.Array) -> str | None:
         return "has no float32"
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return f"has heads of up to {LARGEST_HEAD}, got q {q.shape}, v {v.shape}"
+    if any(axes is not None for x in (q, v) for axes in jax.typeof(x).sharding.spec):
+        return "takes no array sharded by explicit mesh axes; wrap it in jax.shard_map"
     return None
 
 

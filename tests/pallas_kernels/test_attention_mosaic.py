@@ -491,6 +491,14 @@ def test_what_the_kernel_does_not_serve_is_refused():
     np.testing.assert_array_equal(attention(q, k, v), attention(q, k, v, implementation="xla"))
 
 
+def test_arrays_sharded_by_explicit_axes_take_xla():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((2, 8, 2, 64), BF16), jax.NamedSharding(mesh, P("data")))
+    assert jax.typeof(jax.jit(attention)(x, x, x)).sharding.spec[0] == "data"
+    with pytest.raises(NotImplementedError, match=r"wrap it in jax.shard_map"):
+        attention(x, x, x, implementation="mosaic_gpu")
+
+
 @pytest.mark.parametrize(
     ("gpus", "change", "serves"),
     [
