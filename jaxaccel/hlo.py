@@ -317,7 +317,7 @@ def _family(dtype: str) -> str:
 
 
 def operand_type(computation: Computation, node: Instruction) -> str:
-    """Type that a matmul reads, the wider of its two operands': "fp8", "bf16"; or a kernel's first."""
+    """Type that a matmul reads ("fp8", "bf16"), the wider of two; of a kernel the first."""
     types = [computation.instructions[o].shapes[0].dtype for o in node.operands]
     if is_kernel(node):  # integers say where to read
         return _family(next((t for t in types if re.match("b?f", t)), ""))

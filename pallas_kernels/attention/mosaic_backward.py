@@ -357,7 +357,8 @@ class _Kernel:
                 _, _, start, stop = self.blocks(refs, self.place(refs))
             else:  # what is not full holds padding of this side only
                 start, stop, _, _ = self.blocks(refs, self.place(refs))
-            return lax.fori_loop(start, stop, lambda _, state: meet(None, *state), state)
+            # From 0: under shard_map the bounds vary over devices, a loop's index may not.
+            return lax.fori_loop(0, stop - start, lambda _, state: meet(None, *state), state)
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in self.wanted(a, b)]
         sums = tuple(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
