@@ -11,9 +11,10 @@ from jaxtyping import Array, PyTree
 from experiments.checkpoint import Checkpoints, Restored, flatten
 from experiments.config import TrainConfig
 from experiments.errors import UserError, user_errors
-from jaxaccel.fp8 import DelayedState, with_window
-from jaxaccel.target import Gpu
-from jaxaccel.train_step import TrainState, fp8_layers
+from jaxaccel.fp8 import DelayedState, choose, with_window
+from jaxaccel.nn import linear_shapes
+from jaxaccel.target import find
+from jaxaccel.train_step import TrainState
 
 
 def describe(config: TrainConfig) -> str:
@@ -23,25 +24,32 @@ def describe(config: TrainConfig) -> str:
       UserError: the filter leaves no layer.
     """
     with user_errors():
-        reasons = fp8_layers(config.model, config.fp8_layers)
+        reasons = choose(linear_shapes(config.model), config.fp8_layers)
     converted = [name for name, reason in reasons.items() if not reason]
     kept = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     kept += ["embedding and output head", "attention's scores", "norms"]
     return f"fp8 {config.fp8}: {', '.join(converted)}; in {config.precision}: {', '.join(kept)}"
 
 
-def check_device(config: TrainConfig, gpu: Gpu | None, name: str) -> str:
-    """What becomes of FP8 matmuls on a device; empty where they are native.
+def is_native(device: jax.Device) -> bool:
+    """Whether a device has FP8 tensor cores: by its data sheet, or its CUDA capability."""
+    if gpu := find(device.device_kind):
+        return gpu.fp8_flops is not None
+    return float(getattr(device, "compute_capability", 0)) >= 8.9
+
+
+def check_device(config: TrainConfig, name: str, *, native: bool) -> str:
+    """What becomes of FP8 matmuls on a device; empty where they are the hardware's.
 
     Args:
       config: a run's options, `fp8` not off.
-      gpu: its data sheet; None for a CPU or an unknown device.
       name: of the device, for people.
+      native: whether it has FP8 tensor cores.
 
     Raises:
-      UserError: they are not native, and `--fp8-strict` forbids anything else.
+      UserError: they are not, and `--fp8-strict` forbids anything else.
     """
-    if gpu is None or gpu.fp8_flops is None:
+    if not native:
         text = f"{name} has no FP8 matmuls: the same values are multiplied in a wider type"
     elif config.fp8 == "block":
         text = (
@@ -79,6 +87,9 @@ def restore(checkpoints: Checkpoints, like: TrainState, saved: str, asked: str) 
             "parameters and optimizer are kept, FP8 scales are found anew",
             file=sys.stderr,
         )
+    elif arrays and wanted.keys() - stored.keys():
+        new = sorted({key.rsplit(".", 2)[0] for key in wanted.keys() - stored.keys()})
+        print(f"note: FP8 scales of {', '.join(new)} are found anew", file=sys.stderr)
     if {key: (leaf.shape, leaf.dtype) for key, leaf in wanted.items()} == {
         key: (leaf.shape, leaf.dtype) for key, leaf in stored.items()
     }:

@@ -231,10 +231,13 @@ def report(name: str, config: PlanConfig) -> None:
     elif config.budget_gib is not None:
         check_floor(floor_bytes(config, on), limit)
     if config.fp8 != "off":
-        on_device = fp8.check_device(config, on.gpu, on.gpu.name)
+        native = on.gpu.fp8_flops is not None
+        on_device = fp8.check_device(config, on.gpu.name, native=native)
         print("\n".join([fp8.describe(config), *filter(None, [on_device])]), file=sys.stderr)
     made = compile_step(config, on)
     analysis = made.analyse(name)
+    if config.fp8_strict and (lost := analysis.report.matmuls["fp8_lost"]):
+        raise UserError(f"{lost:,.0f} FP8 matmuls became wider ones; --fp8-strict refuses that")
     advice = advise(made, analysis) if config.advice else ()
     result = dataclasses.replace(analysis.report, advice=advice)
     if config.budget_gib is not None:

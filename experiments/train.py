@@ -24,7 +24,7 @@ from experiments.errors import UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
-from jaxaccel import optim, precision, sharding, target
+from jaxaccel import optim, precision, sharding
 from jaxaccel.budget import GIB
 from jaxaccel.fp8 import is_cold
 from jaxaccel.memory import sharded_bytes
@@ -77,8 +77,8 @@ def train(name: str, config: TrainConfig) -> int:
     check_options(config, sizes)
     notes = []
     if config.fp8 != "off":
-        gpu = target.find(devices[0].device_kind)
-        on_device = fp8.check_device(config, gpu, devices[0].device_kind)
+        native = fp8.is_native(devices[0])
+        on_device = fp8.check_device(config, devices[0].device_kind, native=native)
         notes = [fp8.describe(config), *filter(None, [on_device])]
     if config.dry_run:
         tree = dataclasses.asdict(config)
@@ -179,9 +179,12 @@ def train(name: str, config: TrainConfig) -> int:
         if first:
             log.message(f"resumed at step {first}")
         clock, final_loss = Clock(), math.nan
+        cold = bool(is_cold(state.fp8))
 
         def settle(done: int, figures: StepMetrics, documents, val_loss: float | None = None):
             """Logs a finished step, and stops a run whose gradients stay non-finite."""
+            nonlocal cold
+            cold = cold or (config.fp8 == "delayed" and int(figures.skipped_in_row) > 0)
             if int(figures.skipped_in_row) >= config.max_skipped:
                 raise RunStopped(
                     f"{config.max_skipped} steps in a row had non-finite gradients, the last is "
@@ -211,13 +214,12 @@ def train(name: str, config: TrainConfig) -> int:
         # A step's figures are read after the next one is under way: the device never waits.
         pending = None
         done = first
-        cold = bool(is_cold(state.fp8))
         while done < config.steps:
             profile.before(done + 1)
             batch = next(batches)
             try:
                 placed = step.place(batch)
-                if cold:  # FP8 scales from the first batch that is seen
+                if cold:  # FP8 scales that are not known yet, from the batch at hand
                     state, cold = step.warm_up(state, placed), False
                 state, figures = step.step(state, placed)
             except jax.errors.JaxRuntimeError as error:

@@ -32,10 +32,11 @@ import fnmatch
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Float, PyTree
 
 from jaxaccel import fp8_block, fp8_delayed, names, numerics
@@ -52,13 +53,12 @@ from jaxaccel.numerics import Quantized
 from pallas_kernels import manual_axes
 
 Dims = tuple[tuple[Any, Any], tuple[Any, Any]]  # ((contracting), (batch)), each (lhs, rhs)
-Recipe = Literal["current", "delayed", "block"]
+RECIPES = ("current", "delayed", "block")
 
 __all__ = [
     "DelayedState",
     "DotGeneral",
     "Quantized",
-    "Recipe",
     "Scaling",
     "choose",
     "dot_general",
@@ -107,47 +107,52 @@ class DotGeneral:
         """Multiplies as `jax.lax.dot_general` does, casting both operands to FP8.
 
         Args:
-          lhs, rhs: floating-point, of any width above eight bits; any batch and contracting
-            dims. `block` takes rhs to be the weight.
+          lhs, rhs: float16, bfloat16 or float32; any batch and contracting dims. `block` takes
+            rhs to be the weight: mind that `jnp.einsum` swaps the two for some outputs.
           dimension_numbers: as in `jax.lax.dot_general`.
-          precision: `HIGHEST` accumulates the forward matmul in full as well.
+          precision: `HIGHEST` accumulates the forward matmul in full as well; all else means
+            what `Scaling.accumulation` says. `jax.default_matmul_precision` is not asked.
           preferred_element_type: of the result; the operands' common type by default.
-          out_sharding: must be None; shardings come from `jax.jit` here.
-          state: of `delayed`. Its gradient is its next value.
+          out_sharding: must be None; shardings come from `jax.jit`, on meshes of `Auto` axes.
+          state: of `delayed`, for this call alone. Its gradient is its next value.
           weight: rhs, cast before by `quantize_weights`; rhs then only gets the gradient.
 
         Raises:
-          ValueError: operands that are not floating-point, or a state that is missing.
+          ValueError: operands of another type or on explicit mesh axes, a state that is missing,
+            a weight that is not this one.
+          TypeError: shapes and dims that do not fit, as from `jax.lax.dot_general`.
         """
         for name, x in (("lhs", lhs), ("rhs", rhs)):
-            if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
-                raise ValueError(f"{name} is {x.dtype}; an FP8 matmul casts float16, bfloat16 and "
-                                 "float32")  # fmt: skip
+            if x.dtype not in ("float16", "bfloat16", "float32"):
+                raise ValueError(f"{name} is {x.dtype}; legal: float16, bfloat16, float32")
+            if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+                raise ValueError(
+                    f"{name} is {jax.typeof(x)}, on a mesh with explicit axes; make the mesh with "
+                    "axis_types=(AxisType.Auto, ...)"
+                )
         if out_sharding is not None:
             raise ValueError("out_sharding is not supported by an FP8 matmul; leave it None")
-        if (state is not None) != (self.recipe == "delayed"):
-            raise ValueError(
-                "delayed scaling needs state=, from init_state()"
-                if state is None
-                else f"{self.recipe} scaling has no state; pass none"
-            )
+        _check_state(self, state)
+        # What it refuses is refused here: reshaped operands would hide a mismatch.
+        jax.eval_shape(
+            lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, dimension_numbers),
+            *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)),
+        )
         out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
         a, b, shape = _as_matrices(lhs, rhs, dimension_numbers)
-        if weight is not None and (a.ndim > 2 or dimension_numbers[0][1][0] != 0):
-            raise ValueError(
-                f"weight= stands for an rhs [K, N] contracted over K; got {dimension_numbers}"
-            )
+        if weight is not None:
+            _check_weight(self, weight, rhs, dimension_numbers)
         a, b = manual_axes.vary_alike(a, b)
         if self.recipe == "block":
-            out = fp8_block.matmul(a, b, weight, self.scaling.power_of_two)
+            out = fp8_block.matmul(a, b, weight, out_dtype, self.scaling.power_of_two)
         else:
             full = self.scaling.accumulation == "full" or _is_highest(precision)
             out = _matmul(_Static(self, full, a.dtype, b.dtype, out_dtype), a, b, state, weight)
-        return out.astype(out_dtype).reshape(shape)
+        return out.reshape(shape)
 
 
 def dot_general(
-    recipe: Recipe | str = "current",
+    recipe: str = "current",
     scaling: Scaling = Scaling(),  # noqa: B008 (frozen)
     *,
     warm_start: bool = True,
@@ -185,8 +190,8 @@ def dot_general(
     References:
       FP8 formats and per-tensor scaling: arXiv:2209.05433. Blocks: arXiv:2412.19437, 3.3.
     """
-    if recipe not in ("current", "delayed", "block"):
-        raise ValueError(f"unknown recipe {recipe!r}; known: current, delayed, block")
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
     return DotGeneral(recipe, scaling, warm_start)
 
 
@@ -205,6 +210,9 @@ def quantize_weights(
     Returns:
       The same tree with a `Quantized` in place of each weight; leading dims stay, for a scan.
 
+    Raises:
+      ValueError: an array that is no matrix, or a state that is missing.
+
     Example:
       >>> w = jnp.ones((2, 32, 16))  # of two layers
       >>> quantize_weights({"up": w}, dot_general())["up"].scale.shape
@@ -217,6 +225,9 @@ def quantize_weights(
         return _quantize(dot, w, "rhs", state)
 
     def stacked(w, state):
+        if w.ndim < 2:
+            raise ValueError(f"got {w.dtype}{list(w.shape)}; weights are [..., K, N]")
+        _check_state(dot, state)
         function = one
         for _ in range(w.ndim - 2):
             function = jax.vmap(function)
@@ -227,37 +238,44 @@ def quantize_weights(
     return jax.tree.map(stacked, params, state)
 
 
-def choose(shapes: Mapping[str, Sequence[int]], patterns: Sequence[str] = ("*",)) -> dict[str, str]:
+def choose(shapes: Mapping[str, Sequence[int]], patterns: str = "*") -> dict[str, str]:
     """Which linear layers to convert, and why not the others.
 
     Args:
       shapes: of each layer's weight, by name.
-      patterns: shell patterns; a name that matches one of them is asked for.
+      patterns: shell patterns, comma-separated; a name that matches one of them is asked for.
 
     Returns:
       By name: "" for a layer that is to be converted, else the reason why it is not.
 
     Raises:
-      ValueError: no layer is left; lists the reasons.
+      ValueError: a pattern that matches no name, or no layer is left; lists the reasons.
 
     Example:
-      >>> choose({"up": (32, 64), "gate": (32, 60), "query": (32, 32)}, ["up", "gate"])
-      {'up': '', 'gate': '60 is no multiple of 16', 'query': 'no pattern matches'}
+      >>> choose({"up": (32, 64), "gate": (32, 60), "query": (32, 32)}, "up,gate")
+      {'up': '', 'gate': '60 is no multiple of 16', 'query': 'not asked for'}
     """
+    asked = [pattern.strip() for pattern in patterns.split(",")]
+    for pattern in asked:
+        if not fnmatch.filter(shapes, pattern):
+            raise ValueError(
+                f"FP8 for {pattern!r}: there is no such layer; layers: {', '.join(shapes)}"
+            )
     reasons = {}
     for name, shape in shapes.items():
-        odd = [size for size in shape if size % 16]
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            reasons[name] = "no pattern matches"
+        odd = sorted({size for size in shape if size % 16})
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in asked):
+            reasons[name] = "not asked for"
+        elif len(shape) < 2:
+            reasons[name] = "no matrix"
         elif odd:  # XLA would pad each operand, at the cost of a copy
-            reasons[name] = f"{' and '.join(map(str, odd))} is no multiple of 16"
+            verb = "is" if len(odd) == 1 else "are"
+            reasons[name] = f"{' and '.join(map(str, odd))} {verb} no multiple of 16"
         else:
             reasons[name] = ""
     if all(reasons.values()):
-        raise ValueError(
-            f"no layer for FP8 in {','.join(patterns)!r}: "
-            + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        )
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ValueError(f"no layer for FP8 in {patterns!r}: {found}")
     return reasons
 
 
@@ -321,13 +339,39 @@ def _quantize(dot: DotGeneral, x: Array, operand: str, state: DelayedState | Non
     scale = numerics.scale(top, format, power_of_two=dot.scaling.power_of_two)
     if state is not None:
         known = state.scale[OPERANDS.index(operand)]
-        scale = jnp.where(known > 0, known, scale) if dot.warm_start else known
+        scale = jnp.where(known == 0, scale, known) if dot.warm_start else known
     return Quantized(numerics.cast(x, scale, format), scale, top)
+
+
+def _check_state(dot: DotGeneral, state: DelayedState | None) -> None:
+    if (state is not None) != (dot.recipe == "delayed"):
+        raise ValueError(
+            "delayed scaling needs a state, from init_state()"
+            if state is None
+            else f"{dot.recipe} scaling has no state; pass none"
+        )
+
+
+def _check_weight(dot: DotGeneral, weight: Quantized, rhs: Array, dims: Dims) -> None:
+    whole = dims[0][1] and dims[0][1][0] == 0 and rhs.ndim == 2
+    wanted = jax.eval_shape(
+        lambda w: quantize_weights(w, dataclasses.replace(dot, recipe=_STATELESS[dot.recipe])), rhs
+    )
+    shapes = lambda q: [x.shape for x in q]
+    if not whole or shapes(weight) != shapes(wanted):
+        raise ValueError(
+            f"weight= has values {list(weight.values.shape)} and scale {list(weight.scale.shape)}; "
+            f"for {dot.recipe} scaling it must be quantize_weights of the rhs, [K, N] contracted "
+            f"over K; rhs is {list(rhs.shape)}, dims {dims}"
+        )
+
+
+_STATELESS = {"current": "current", "delayed": "current", "block": "block"}
 
 
 def _is_highest(precision: Any) -> bool:
     both = precision if isinstance(precision, tuple) else (precision,)
-    return jax.lax.Precision.HIGHEST in [p and jax.lax.Precision(p) for p in both]
+    return any(p in (jax.lax.Precision.HIGHEST, "highest", "float32") for p in both)
 
 
 def _as_matrices(lhs: Array, rhs: Array, dims: Dims) -> tuple[Array, Array, list[int]]:

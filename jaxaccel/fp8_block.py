@@ -16,6 +16,7 @@ Shape suffixes: M tokens, K contracted, N columns; k = K / 128 and n = N / 128, 
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,8 @@ FORMAT = "e4m3"
 def matmul(
     x: Float[Array, "*B M K"],
     w: Float[Array, "*B K N"],
-    weight: Quantized | None = None,
+    weight: Quantized | None,
+    out_dtype: Any,
     power_of_two: bool = False,
 ) -> Float[Array, "*B M N"]:
     """`x @ w` with tiles of `x` and blocks of `w` scaled each for itself.
@@ -40,13 +42,15 @@ def matmul(
     Args:
       x: activations.
       w: weights.
-      weight: `w` from `quantize_blocks`; `w` then only gets the gradient.
+      weight: `w` from `quantize_blocks`, or None; `w` then only gets the gradient.
+      out_dtype: of the result.
       power_of_two: round scales up to powers of two.
 
     Returns:
-      In x's dtype.
+      The product, summed in float32.
     """
-    multiply = functools.partial(_matmul, power_of_two)
+    static = _Static(power_of_two, w.shape[-1], x.dtype, w.dtype, out_dtype)
+    multiply = functools.partial(_matmul, static)
     for _ in range(x.ndim - 2):
         multiply = jax.vmap(multiply)
     return multiply(x, w, weight)
@@ -87,24 +91,31 @@ def quantize_tiles(x_KN: Float[Array, "K N"], power_of_two: bool = False) -> Qua
     return Quantized(numerics.cast(tiles, scale[:, None], FORMAT).reshape(x_KN.shape), scale, amax)
 
 
+class _Static(NamedTuple):
+    power_of_two: bool
+    width: int  # N
+    x_dtype: Any
+    w_dtype: Any
+    out_dtype: Any
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(power_of_two: bool, x_MK, w_KN, weight: Quantized | None):
-    return _matmul_fwd(power_of_two, x_MK, w_KN, weight)[0]
+def _matmul(static: _Static, x_MK, w_KN, weight: Quantized | None):
+    return _matmul_fwd(static, x_MK, w_KN, weight)[0]
 
 
-def _matmul_fwd(power_of_two: bool, x_MK, w_KN, weight: Quantized | None):
-    weight = quantize_blocks(w_KN, power_of_two) if weight is None else weight
-    out = _contract(quantize_tiles(x_MK.T, power_of_two), weight)[:, : w_KN.shape[1]]
-    like = jnp.zeros((0, w_KN.shape[1]), w_KN.dtype)  # all that the backward pass needs of it
-    return out.astype(x_MK.dtype), (quantize_tiles(x_MK, power_of_two), weight, like)
+def _matmul_fwd(static: _Static, x_MK, w_KN, weight: Quantized | None):
+    weight = quantize_blocks(w_KN, static.power_of_two) if weight is None else weight
+    out = _contract(quantize_tiles(x_MK.T, static.power_of_two), weight)[:, : static.width]
+    return out.astype(static.out_dtype), (quantize_tiles(x_MK, static.power_of_two), weight)
 
 
-def _matmul_bwd(power_of_two: bool, residuals, g_MN):
-    x, w, like = residuals
+def _matmul_bwd(static: _Static, residuals, g_MN):
+    x, w = residuals
     w_NK = Quantized(w.values.T, w.scale.T, w.amax.T)
-    dx = _contract(quantize_tiles(g_MN.T, power_of_two), w_NK)[:, : x.values.shape[1]]
-    dw = _contract(x, quantize_tiles(g_MN, power_of_two))
-    return dx.astype(g_MN.dtype), dw.astype(like.dtype), None
+    dx = _contract(quantize_tiles(g_MN.T, static.power_of_two), w_NK)[:, : x.values.shape[1]]
+    dw = _contract(x, quantize_tiles(g_MN, static.power_of_two))
+    return dx.astype(static.x_dtype), dw.astype(static.w_dtype), None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

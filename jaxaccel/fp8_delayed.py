@@ -9,7 +9,7 @@ it to an optimizer, and take the maximum where gradients are added.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, no_type_check
+from typing import Any, Literal, get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_kernels import manual_axes
 OPERANDS = ("lhs", "rhs", "gradient")
 
 
+@no_type_check  # what is wrong is its own ValueError
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """What a recipe may vary. `window`, `use` and `margin` are of `delayed` only."""
@@ -44,29 +45,36 @@ class Scaling:
     """Doublings of the scale beyond what the window asks for; 1 if a loss scale may double."""
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if (legal := get_args(field.type)) and getattr(self, field.name) not in legal:
+                raise ValueError(
+                    f"{field.name} is {getattr(self, field.name)!r}; legal: {', '.join(legal)}"
+                )
         if self.window < 1:
             raise ValueError(f"window is {self.window} steps; delayed scaling needs at least 1")
-        if self.gradient == "e5m2" and "e5m2" in (self.lhs, self.rhs):
+        if [self.lhs, self.rhs, self.gradient].count("e5m2") > 1:
             raise ValueError(
-                f"formats are lhs {self.lhs}, rhs {self.rhs}, gradient {self.gradient}; "
-                "cuBLAS has no matmul of e5m2 with e5m2: make one of each pair e4m3"
+                f"formats are lhs {self.lhs}, rhs {self.rhs}, gradient {self.gradient}; each is "
+                "multiplied with each, and cuBLAS has no matmul of e5m2 with e5m2"
             )
-        if not -16 <= self.margin <= 16:
-            raise ValueError(f"margin is {self.margin} doublings; legal is -16 to 16")
+        if not 0 <= self.margin <= 16:
+            raise ValueError(f"margin is {self.margin} doublings; legal is 0 to 16")
 
 
 @jax.tree_util.register_dataclass
 @no_type_check  # JAX rebuilds it around shapes and shardings too
 @dataclasses.dataclass(frozen=True)
 class DelayedState:
-    """What delayed scaling remembers of one matmul; the three operands are the last dim but one.
+    """What delayed scaling remembers of one matmul, of each of its three operands.
 
-    Its gradient is its next value. All of it is float32, as a gradient must be.
+    Its gradient is its next value. All of it is float32, as a gradient must be. One state is
+    for one call: gradients of several calls would be added, which `settle` detects.
     """
 
     scale: Float[Array, "*stack 3"]  # to cast with next; 0: nothing but zeros seen yet
     history: Float[Array, "*stack 3 window"]  # largest magnitudes, newest first
     skipped: Float[Array, "*stack 3"]  # steps whose largest magnitude was not finite
+    calls: Float[Array, "*stack"]  # of a gradient: how often the matmul ran; else 0
 
 
 def init_state(window: int, stack: tuple[int, ...] = ()) -> DelayedState:
@@ -81,7 +89,8 @@ def init_state(window: int, stack: tuple[int, ...] = ()) -> DelayedState:
       (2, 3, 16)
     """
     zeros = lambda *shape: jnp.zeros((*stack, *shape), jnp.float32)
-    return DelayedState(zeros(len(OPERANDS)), zeros(len(OPERANDS), window), zeros(len(OPERANDS)))
+    n = len(OPERANDS)
+    return DelayedState(zeros(n), zeros(n, window), zeros(n), zeros())
 
 
 def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
@@ -112,9 +121,10 @@ def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
         ]
         finite = jnp.isfinite(top)
         return DelayedState(
-            scale=jnp.where(finite & (wanted > 0), jnp.stack(scales, axis=-1), state.scale),
+            scale=jnp.where(finite, jnp.stack(scales, axis=-1), state.scale),
             history=jnp.where(finite[..., None], window, state.history),
             skipped=state.skipped + (~finite).astype(jnp.float32),
+            calls=jnp.ones_like(state.calls),
         )
 
     @record.def_vmap
@@ -132,12 +142,15 @@ def recorder(scaling: Scaling) -> Callable[[DelayedState, Array], DelayedState]:
 def settle(state: PyTree[DelayedState], gradient: PyTree[DelayedState]) -> PyTree[DelayedState]:
     """The next state of delayed scaling, from its gradient; once an optimizer step.
 
-    For one call the gradient *is* the next state. This adds what a gradient cannot say: a
-    matmul that did not run keeps its state, and so does one of which a micro-batch was not finite.
+    The gradient of one call is the next state. This adds what it cannot say: a matmul that did
+    not run keeps its state, and so does an operand that was zero all through the window, or not
+    finite in some micro-batch. A state that several calls shared, or whose gradient was summed
+    over devices (`jax.shard_map` with `check_vma=False`), gets scales of NaN: what follows is
+    NaN, where a scale too large would go unseen.
 
     Args:
       state: what the step began with.
-      gradient: of the same structure; of several micro-batches or calls the elementwise maximum.
+      gradient: of the same structure; of several micro-batches the elementwise maximum.
 
     Returns:
       The same structure.
@@ -145,11 +158,14 @@ def settle(state: PyTree[DelayedState], gradient: PyTree[DelayedState]) -> PyTre
 
     def one(old: DelayedState, new: DelayedState) -> DelayedState:
         failed = new.skipped > old.skipped
-        keep = failed | (new.scale == 0)
+        ran = (new.calls > 0)[..., None]
+        kept = failed | ~ran
+        scale = jnp.where(kept | (new.scale == 0), old.scale, new.scale)
         return DelayedState(
-            scale=jnp.where(keep, old.scale, new.scale),
-            history=jnp.where(keep[..., None], old.history, new.history),
-            skipped=jnp.where(failed, new.skipped, old.skipped),
+            scale=jnp.where((new.calls > 1)[..., None], jnp.nan, scale),
+            history=jnp.where(kept[..., None], old.history, new.history),
+            skipped=jnp.where(ran, new.skipped, old.skipped),
+            calls=jnp.zeros_like(old.calls),
         )
 
     return jax.tree.map(one, state, gradient, is_leaf=_is_state)
@@ -164,7 +180,12 @@ def with_window(state: PyTree[DelayedState], window: int) -> PyTree[DelayedState
 
     Returns:
       The same structure.
+
+    Raises:
+      ValueError: a window below 1.
     """
+    if window < 1:
+        raise ValueError(f"window is {window} steps; delayed scaling needs at least 1")
 
     def one(s: DelayedState) -> DelayedState:
         history = s.history[..., :window]

@@ -129,29 +129,12 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     return nnx.to_pure_dict(placed)
 
 
-def fp8_layers(model: DecoderConfig, patterns: str) -> dict[str, str]:
-    """Which linear layers of a decoder become FP8.
-
-    Args:
-      model: shape of the decoder.
-      patterns: shell patterns of names, comma-separated.
-
-    Returns:
-      By name: "" for a layer that becomes FP8, else why it does not.
-
-    Raises:
-      ValueError: the filter leaves no layer.
-    """
-    asked = [pattern.strip() for pattern in patterns.split(",")]
-    return fp8.choose(nn.linear_shapes(model), asked)
-
-
 def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
     """The matmul of each linear layer, by name."""
     if config.fp8 == "off":
         return dict.fromkeys(nn.linear_shapes(model), jax.lax.dot_general)
     dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
-    reasons = fp8_layers(model, config.fp8_layers)
+    reasons = fp8.choose(nn.linear_shapes(model), config.fp8_layers)
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 

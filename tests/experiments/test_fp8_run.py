@@ -1,6 +1,7 @@
 """FP8 as a run sees it: what is converted, where it runs, a checkpoint of another recipe."""
 
 import dataclasses
+import types
 
 import chex
 import jax
@@ -14,7 +15,6 @@ from experiments.errors import UserError
 from jaxaccel import optim, sharding
 from jaxaccel.fp8 import Scaling, is_cold
 from jaxaccel.nn import DecoderConfig
-from jaxaccel.target import GPUS
 from jaxaccel.train_step import StepConfig, make_train_step
 
 MODEL = DecoderConfig(
@@ -71,12 +71,13 @@ def test_another_recipe_keeps_parameters_and_warns(saved, capsys, old, new):
     assert bool(is_cold(restored.state.fp8)) == (new == "delayed")
 
 
-def test_more_layers_begin_anew_and_the_others_keep_theirs(saved):
+def test_more_layers_begin_anew_and_the_others_keep_theirs(saved, capsys):
     checkpoints, _ = saved(fp8="delayed", fp8_layers="up")
     like = make(fp8="delayed", fp8_layers="up,down").abstract_state
     layer = fp8.restore(checkpoints, like, "delayed", "delayed").state.fp8["layers"][0]
     assert float(layer["up"]["matmul_state"].scale.sum()) == 6
     assert float(layer["down"]["matmul_state"].scale.sum()) == 0
+    assert "FP8 scales of layers.0.down are found anew" in capsys.readouterr().err
 
 
 def test_no_checkpoint_is_none(tmp_path, capsys):
@@ -91,17 +92,27 @@ def test_what_is_converted_is_said():
     config = dataclasses.replace(config, precision="bfloat16", fp8="current", fp8_layers="up,g*")
     text = fp8.describe(config)
     assert text.startswith("fp8 current: gate, up; in bfloat16: query")
-    assert "query (no pattern matches)" in text and "output head" in text
-    with pytest.raises(UserError, match="no layer for FP8 in 'ffn'"):
+    assert "query (not asked for)" in text and "output head" in text
+    with pytest.raises(UserError, match="FP8 for 'ffn': there is no such layer"):
         fp8.describe(dataclasses.replace(config, fp8_layers="ffn"))
 
 
 def test_devices_without_fp8_fall_back_or_are_refused():
     config = dataclasses.replace(load("tiny"), fp8="current")
-    assert fp8.check_device(config, GPUS["h200"], "h200") == ""
-    for gpu, name in ((None, "cpu"), (GPUS["a100"], "a100")):
-        assert f"{name} has no FP8 matmuls" in fp8.check_device(config, gpu, name)
-        with pytest.raises(UserError, match="--fp8-strict refuses"):
-            fp8.check_device(dataclasses.replace(config, fp8_strict=True), gpu, name)
+    assert fp8.check_device(config, "h200", native=True) == ""
+    assert "a100 has no FP8 matmuls" in fp8.check_device(config, "a100", native=False)
+    with pytest.raises(UserError, match="--fp8-strict refuses"):
+        fp8.check_device(dataclasses.replace(config, fp8_strict=True), "a100", native=False)
     config = dataclasses.replace(config, fp8="block")
-    assert "no block-scaled matmul" in fp8.check_device(config, GPUS["h200"], "h200")
+    assert "no block-scaled matmul" in fp8.check_device(config, "h200", native=True)
+
+
+@pytest.mark.parametrize(("kind", "capability", "native"), [
+    ("NVIDIA H200", None, True), ("NVIDIA A100-SXM4-80GB", None, False), ("cpu", None, False),
+    ("NVIDIA L40S", "8.9", True), ("NVIDIA T4", "7.5", False),
+])  # fmt: skip
+def test_which_devices_have_fp8(kind, capability, native):
+    device = types.SimpleNamespace(device_kind=kind)
+    if capability:
+        device.compute_capability = capability
+    assert fp8.is_native(device) == native

@@ -199,7 +199,10 @@ def test_dry_run_writes_nothing(run, tmp_path):
         (["--remat", "auto", "--budget-gib", "nan"], ["--budget-gib is nan", "above 0"]),
         (["--remat", "offload"], ["--remat offload", "full"]),
         (["--seed", "-1"], ["--seed is -1", "2**32 - 1"]),
-        (["--fp8", "current", "--fp8-layers", "ffn"], ["no layer for FP8 in 'ffn'", "query"]),
+        (
+            ["--fp8", "current", "--fp8-layers", "ffn"],
+            ["FP8 for 'ffn': there is no such layer", "query"],
+        ),
         (["--fp8", "current", "--fp8-strict"], ["cpu has no FP8 matmuls", "--fp8-strict"]),
         (["--fp8", "fast"], ["'off', 'current', 'delayed', 'block'"]),
         (["--fp8-scaling.window", "0"], ["window is 0 steps", "at least 1"]),

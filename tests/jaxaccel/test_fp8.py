@@ -150,6 +150,13 @@ def test_drops_into_flax(recipe):
     assert sqnr(want, got) > 20
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_wider_result_is_not_rounded_first(recipe):
+    x, w = jnp.full((4, 32), 65504, jnp.float16), jnp.ones((32, 16), jnp.float16)
+    out = call(recipe)(x, w, PLAIN, preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(out, 65504 * 32, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dtypes_are_those_of_the_operands(recipe, dtype):
@@ -320,24 +327,69 @@ def test_an_eight_device_mesh_gives_what_one_gives(recipe):
 
 def test_bad_input_says_what_would_be_legal():
     x, w = normal(0, 4, 32), normal(1, 32, 16)
-    with pytest.raises(ValueError, match=r"window is 0 steps; .* at least 1"):
-        fp8.Scaling(window=0)
-    with pytest.raises(ValueError, match="no matmul of e5m2 with e5m2"):
-        fp8.Scaling(lhs="e5m2")
-    with pytest.raises(ValueError, match="margin is 40"):
-        fp8.Scaling(margin=40)
+    for options, message in (
+        ({"window": 0}, "window is 0 steps; .* at least 1"),
+        ({"lhs": "e5m2"}, "no matmul of e5m2 with e5m2"),
+        ({"lhs": "e5m2", "rhs": "e5m2", "gradient": "e4m3"}, "no matmul of e5m2 with e5m2"),
+        ({"margin": 40}, "margin is 40 doublings; legal is 0 to 16"),
+        ({"use": "mean"}, "use is 'mean'; legal: max, most_recent"),
+        ({"gradient": "e3m4"}, "gradient is 'e3m4'; legal: e4m3, e5m2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8.Scaling(**options)
     with pytest.raises(ValueError, match="unknown recipe 'dynamic'; known: current, delayed"):
         fp8.dot_general("dynamic")
-    with pytest.raises(ValueError, match="delayed scaling needs state="):
+    with pytest.raises(ValueError, match="delayed scaling needs a state"):
         fp8.dot_general("delayed")(x, w, PLAIN)
+    with pytest.raises(ValueError, match="delayed scaling needs a state"):
+        fp8.quantize_weights(w, fp8.dot_general("delayed"))
     with pytest.raises(ValueError, match="current scaling has no state"):
         fp8.dot_general()(x, w, PLAIN, state=fp8.dot_general("delayed").init_state())
-    with pytest.raises(ValueError, match="rhs is float8_e4m3fn"):
+    with pytest.raises(ValueError, match="rhs is float8_e4m3fn; legal: float16"):
         fp8.dot_general()(x, w.astype(jnp.float8_e4m3fn), PLAIN)
-    cast = fp8.quantize_weights(w, fp8.dot_general())
-    with pytest.raises(ValueError, match="contracted over K"):
-        fp8.dot_general()(x, w.T, (((1,), (1,)), ((), ())), weight=cast)
-    with pytest.raises(ValueError, match=r"no layer for FP8 in 'ffn': up: no pattern matches"):
-        fp8.choose({"up": (16, 16)}, ["ffn"])
-    with pytest.raises(ValueError, match="up: 17 is no multiple of 16"):
-        fp8.choose({"up": (16, 17)})
+    with pytest.raises(ValueError, match=r"got float32\[16\]; weights are"):
+        fp8.quantize_weights(w[0], fp8.dot_general())
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_what_lax_refuses_is_refused(recipe):
+    """Operands are reshaped and padded: a mismatch could pass unseen."""
+    dot = fp8.dot_general(recipe)
+    for lhs, rhs, dims in (
+        ((4, 6), (8, 5), PLAIN),
+        ((4, 2, 6), (3, 4, 5), (((1, 2), (0, 1)), ((), ()))),
+        ((2, 3, 4, 5), (3, 2, 5, 6), (((3,), (2,)), ((0, 1), (0, 1)))),
+    ):
+        with pytest.raises(TypeError, match="dot_general requires"):
+            dot(jnp.ones(lhs), jnp.ones(rhs), dims)
+
+
+def test_a_weight_that_is_not_this_one_is_refused():
+    x, w = normal(0, 4, 128), normal(1, 128, 128)
+    current, block = fp8.dot_general(), fp8.dot_general("block")
+    for dot, weight, rhs, dims in (
+        (current, fp8.quantize_weights(w, block), w, PLAIN),
+        (block, fp8.quantize_weights(w, current), w, PLAIN),
+        (current, fp8.quantize_weights(w[:, :16], current), w, PLAIN),
+        (current, fp8.quantize_weights(w, current), w, (((1,), (1,)), ((), ()))),
+    ):
+        with pytest.raises(ValueError, match="it must be quantize_weights of the rhs"):
+            dot(x, rhs, dims, weight=weight)
+
+
+def test_explicit_mesh_axes_are_refused():
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(normal(0, 8, 32), jax.NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"explicit axes; make the mesh with axis_types=\(AxisType.Auto"):
+        fp8.dot_general()(x, normal(1, 32, 16), PLAIN)
+
+
+def test_the_filter_says_what_it_leaves_out():
+    shapes = {"up": (16, 16), "down": (72, 72), "norm": (32,)}
+    reasons = {"up": "", "down": "72 is no multiple of 16", "norm": "no matrix"}
+    assert fp8.choose(shapes) == reasons
+    assert fp8.choose(shapes, "u*")["norm"] == "not asked for"
+    with pytest.raises(ValueError, match="FP8 for 'gate': there is no such layer; layers: up"):
+        fp8.choose(shapes, "up,gate")
+    with pytest.raises(ValueError, match="no layer for FP8 in 'down': up: not asked for; down: 72"):
+        fp8.choose(shapes, "down")

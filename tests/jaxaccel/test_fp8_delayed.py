@@ -140,10 +140,40 @@ def test_four_micro_batches_leave_the_state_of_one_batch(bad):
     assert float(whole.skipped[0]) == (bad is not None)
 
 
+@pytest.mark.parametrize(("window", "use"), [(1, "max"), (4, "most_recent")])
+def test_a_micro_batch_of_zeros_does_not_hold_the_scale(window, use):
+    dot = fp8.dot_general("delayed", fp8.Scaling(window=window, use=use))
+    x, w, g = normal(0, 8, 16), normal(1, 16, 4), normal(2, 8, 4)
+    state = gradient_of(dot, 100 * x, w, g)(dot.init_state())
+    x = x.at[:2].set(0.0)
+    step = lambda part: gradient_of(dot, part[0], w, part[1])(state)
+    maximum = lambda a, b: jax.tree.map(jnp.maximum, a, b)
+    # Micro-batches take every fourth row: one of the four is all zero.
+    whole, rows = fp8.settle(state, step((x, g))), jnp.array([0, 2, 3, 4, 1, 5, 6, 7])
+    parts = accumulate.accumulate(step, (x[rows], g[rows]), 4, maximum)
+    equal(fp8.settle(state, parts), whole)
+    assert float(whole.scale[0]) < 0.1 * float(state.scale[0])
+
+
+def test_calls_that_share_a_state_are_told_by_nan():
+    """Their gradients are added, and a sum of magnitudes would grow from step to step."""
+    dot = fp8.dot_general("delayed")
+    x, w = normal(0, 4, 8), normal(1, 8, 8)
+
+    def recurrent(state):
+        step = lambda h, _: (jnp.tanh(dot(h, w, PLAIN, state=state)), None)
+        return jnp.sum(jax.lax.scan(step, x, None, length=3)[0])
+
+    state = dot.init_state()
+    after = fp8.settle(state, jax.grad(recurrent)(state))
+    assert bool(jnp.all(jnp.isnan(after.scale))) and float(after.calls) == 0
+    assert bool(jnp.all(jnp.isnan(dot(x, w, PLAIN, state=after))))
+
+
 def test_what_did_not_run_keeps_its_state():
     dot = fp8.dot_general("delayed")
     x, w, g = normal(0, 4, 8), normal(1, 8, 4), normal(2, 4, 4)
-    state = gradient_of(dot, x, w, g)(dot.init_state())
+    state = fp8.settle(dot.init_state(), gradient_of(dot, x, w, g)(dot.init_state()))
 
     def loss(state, run):
         return jax.lax.cond(
@@ -224,6 +254,18 @@ def test_devices_take_the_maximum_under_jit_and_shard_map():
 
     equal(jax.jit(sharded)(x, w, g, dot.init_state()), want)
 
+    # Without the check JAX sums the state's gradient over devices: told by NaN.
+    unchecked = jax.shard_map(
+        lambda x, w, s: dot(x, w, PLAIN, state=s),
+        mesh=mesh,
+        in_specs=(P("data"), P(), P()),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    loss = lambda s: jnp.sum(unchecked(x, w, s) * g)
+    summed = fp8.settle(dot.init_state(), jax.jit(jax.grad(loss))(dot.init_state()))
+    assert bool(jnp.all(jnp.isnan(summed.scale)))
+
 
 # ---- Shape of the state ---------------------------------------------------------------------
 
@@ -250,6 +292,8 @@ def test_another_window_keeps_what_fits(window):
     assert other.history.shape == (2, 3, window)
     assert int(other.history.sum()) == 2 * 3 * min(window, 16)
     equal(other.scale, state.scale)
+    with pytest.raises(ValueError, match="window is 0 steps"):
+        fp8.with_window(state, 0)
 
 
 def test_no_state_is_neither_cold_nor_skipped():

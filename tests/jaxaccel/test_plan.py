@@ -67,7 +67,7 @@ def test_a_step_on_one_gpu():
     )
     assert report.collectives == ()
     assert report.exposed_fraction == 0
-    assert set(report.matmuls) == {"fp8", "bf16", "f16", "f32", "fp8_lost"}
+    assert set(report.matmuls) == {"fp8", "bf16", "f16", "f32", "fp8_lost", "kernels"}
     assert report.matmuls["fp8"] == report.matmuls["fp8_lost"] == 0
     assert 0 < report.modelled_mfu < 1
     assert analysis.xla_remats == ()

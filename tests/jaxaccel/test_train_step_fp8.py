@@ -146,7 +146,7 @@ def test_one_compilation_and_a_stable_state():
 def test_a_filter_converts_what_it_names():
     made = make(fp8="delayed", fp8_layers="up, d*")
     assert set(made.abstract_state.fp8["layers"][0]) == {"up", "down"}
-    with pytest.raises(ValueError, match=r"no layer for FP8 in 'mlp': query: no pattern"):
+    with pytest.raises(ValueError, match="FP8 for 'mlp': there is no such layer; layers: query"):
         make(fp8="current", fp8_layers="mlp")
 
 
