@@ -39,6 +39,7 @@ from pallas_kernels.inspect import _Parser
 TARGET = "h200"  # all of the family get the same code
 SHARED_MEMORY = 227 * 1024
 B, T, H, K = 1, 8192, 16, 4  # grouped heads: the code that needs more registers
+FIGURES = "registers", "spill_bytes", "shared_memory_bytes", "warnings"
 MARGIN = 0.02
 ROUNDS, TURN_SECONDS = 9, 0.03
 COLUMNS, STAGES = (64, 128, 192), (2, 3, 4)  # of a block that passes; blocks in the ring
@@ -172,10 +173,7 @@ def tune(cell: Cell, builds: Sequence[Build], timer: Callable | None, device: st
         {
             **cell.key._asdict(),
             "tiles": asdict(t),
-            "registers": built.registers,
-            "spill_bytes": built.spill_bytes,
-            "shared_memory_bytes": built.shared_memory_bytes,
-            "warnings": built.warnings,
+            **{name: getattr(built, name) for name in FIGURES},
             "feasible": t in fit,
             "us": 1e6 * times[t] if t in times else None,
             "current": t == cell.current,
@@ -202,6 +200,32 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell], str]:
+    """Options, rows to do, and what JAX runs on."""
+    parser = _Parser(prog="python -m pallas_kernels.tune", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("kernel", nargs="?", choices=KERNELS, help="both by default")
+    parser.add_argument("--head-size", type=int, help="one of 64, 128, 192, 256; all by default")
+    parser.add_argument("--build-only", action="store_true", help="time nothing; needs no GPU")
+    parser.add_argument("--json", action="store_true", help="a list of all candidates")
+    options = parser.parse_args(argv)
+    kernels = [options.kernel] if options.kernel else list(KERNELS)
+    todo = cells(kernels, options.head_size)
+    if not todo:
+        legal = sorted({size for kernel in kernels for size in KERNELS[kernel][1]})
+        known = f"{' and '.join(kernels)} have {', '.join(map(str, legal))}"
+        raise ValueError(f"--head-size {options.head_size}: {known}")
+    device = jax.devices()[0].device_kind
+    if not options.build_only and not any(name in device for name in dispatch.HOPPER):
+        raise ValueError(
+            f"timing needs a Hopper GPU ({', '.join(dispatch.HOPPER)}), and JAX runs on {device}; "
+            "--build-only does without"
+        )
+    if not options.build_only and not os.access(tiles.PATH, os.W_OK):
+        raise ValueError(f"cannot write the table {tiles.PATH}; install from a checkout")
+    return options, todo, device
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The program.
 
@@ -209,40 +233,21 @@ def main(argv: Sequence[str] | None = None) -> int:
       Exit status: 0, 1 if a candidate does not compile, 2 for bad input or no Hopper GPU.
     """
     targets.quiet_cpu()
-    parser = _Parser(prog="python -m pallas_kernels.tune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("kernel", nargs="?", choices=KERNELS, help="both by default")
-    parser.add_argument("--head-size", type=int, help="one of 64, 128, 192, 256; all by default")
-    parser.add_argument("--build-only", action="store_true", help="time nothing; needs no GPU")
-    parser.add_argument("--json", action="store_true", help="a list of all candidates")
     try:
-        options = parser.parse_args(argv)
-        kernels = [options.kernel] if options.kernel else list(KERNELS)
-        todo = cells(kernels, options.head_size)
-        if not todo:
-            sizes = sorted({size for kernel in kernels for size in KERNELS[kernel][1]})
-            legal = ", ".join(map(str, sizes))
-            raise ValueError(
-                f"--head-size {options.head_size}: {' and '.join(kernels)} have {legal}"
-            )
-        device = jax.devices()[0].device_kind
-        if not options.build_only and not any(name in device for name in dispatch.HOPPER):
-            raise ValueError(
-                f"timing needs a Hopper GPU ({', '.join(dispatch.HOPPER)}), and JAX runs on "
-                f"{device}; --build-only does without"
-            )
-        if not options.build_only and not os.access(tiles.PATH, os.W_OK):
-            raise ValueError(f"cannot write the table {tiles.PATH}; install from a checkout")
-        programs = [(partial(c.program, t), c.args) for c in todo for t in c.candidates]
+        options, todo, device = _parse(argv)
+    except ValueError as error:
+        return _fail(error, 2)
+    programs = [(partial(c.program, t), c.args) for c in todo for t in c.candidates]
+    try:
         builds = iter(build_all(programs, targets.parse(TARGET)))
-    except (ValueError, targets.MissingExtra, CompileError) as error:
-        print(f"python -m pallas_kernels.tune: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1 if isinstance(error, CompileError) else 2
+    except targets.MissingExtra as error:
+        return _fail(error, 2)
+    except CompileError as error:
+        return _fail(error, 1)
     rows = []
     for cell in todo:
         mine = [next(builds) for _ in cell.candidates]
-        new = tune(cell, mine, None if options.build_only else seconds, device)
-        rows += new
+        rows += (new := tune(cell, mine, None if options.build_only else seconds, device))
         if not options.json:
             print(text(new), flush=True)
     if options.json:
@@ -252,6 +257,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"{tiles.PATH} is new: now pytest -m gpu, and record the golden table again.")
     return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"python -m pallas_kernels.tune: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":
