@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend
+from pallas_kernels.attention import tiles as table
 from pallas_kernels.attention.mask import MaskArrays, count_pairs
 from pallas_kernels.attention.mosaic_forward import LOG2_E, logits, pad
 from pallas_kernels.attention.schedule import edge_count, key_blocks, nth_block, query_blocks
@@ -88,11 +89,21 @@ class Tiles:
         return ROWS * self.consumers
 
 
-def choose(depth: int, value_depth: int, *, soft_cap: bool) -> dict[Work, Tiles]:
-    """The kernels for padded head sizes, with the widest blocks that fit into registers."""
+def choose(
+    depth: int, value_depth: int, *, soft_cap: bool, mask: str | None = None
+) -> dict[Work, Tiles]:
+    """The kernels for padded head sizes and a kind of mask (`tiles.kind`), and their tiles.
+
+    From the table; without a row, the widest blocks that fit into registers.
+    """
     together = _registers(DKV, depth, value_depth, 64, soft_cap) <= REGISTERS
     works = (DQ, DKV) if together else (DQ, DK, DV)
-    return {work: _tiles(work, depth, value_depth, soft_cap) for work in works}
+    masks = (mask,) if soft_cap else (mask, table.ANY)  # a cap needs registers of its own
+    found = {work: table.find(work.name, depth, value_depth, *masks) for work in works}
+    return {
+        work: Tiles(**row) if row else _tiles(work, depth, value_depth, soft_cap)
+        for work, row in found.items()
+    }
 
 
 def _tiles(work: Work, depth: int, value_depth: int, soft_cap: bool) -> Tiles:
@@ -137,8 +148,8 @@ def backward(
     sizes = q.shape[3], k.shape[3], v.shape[3]
     q, k, v, dout = (pad(x, 3, UNIT) for x in (q, k, v, dout))
     gradients = []
-    capped = options.soft_cap is not None
-    for work, tiles in choose(q.shape[3], v.shape[3], soft_cap=capped).items():
+    capped, kind = options.soft_cap is not None, table.kind(options, mask)
+    for work, tiles in choose(q.shape[3], v.shape[3], soft_cap=capped, mask=kind).items():
         gradients += run(work, tiles, options, q, k, v, dout, mask, lse, delta)
     dq, dk, dv = (x[..., :size] for x, size in zip(gradients, sizes, strict=True))
     return dq, dk, dv

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import backend
+from pallas_kernels.attention import tiles as table
 from pallas_kernels.attention.mask import MaskArrays, count_pairs
 from pallas_kernels.attention.schedule import edge_count, key_blocks, nth_block
 from pallas_kernels.attention.xla import Options
@@ -51,14 +52,21 @@ class Tiles:
     stages: int
 
 
-# By padded head size, the larger of D and E. Chosen by registers and shared memory (0 spills,
-# at most 227 KiB), not by time: not yet measured.
+# By padded head size, for masks that have no row of their own in the table.
 TILES = {
-    64: Tiles(64, 128, 4),
-    128: Tiles(64, 128, 2),
-    192: Tiles(64, 64, 2),
-    256: Tiles(64, 64, 2),
+    key.D: Tiles(**row["tiles"])
+    for key, row in table.TABLE.items()
+    if (key.kernel, key.E, key.mask) == ("attention_forward", key.D, table.ANY)
 }
+
+
+def choose(depth: int, value_depth: int, mask: str | None = None) -> Tiles:
+    """The tiles for padded head sizes and a kind of mask (`tiles.kind`).
+
+    From the table; without a row, those of `TILES` for the larger size.
+    """
+    found = table.find("attention_forward", depth, value_depth, mask)
+    return Tiles(**found) if found else TILES[max(depth, value_depth)]
 
 
 def forward(
@@ -74,11 +82,11 @@ def forward(
 
     Args:
       options, q, k, v, sinks, mask: as `xla.forward`.
-      tiles: sizes; from `TILES` by default.
+      tiles: sizes; those of `choose` by default.
     """
     queries, keys, value_size = q.shape[1], k.shape[1], v.shape[3]
     q, k, v = (pad(x, 3, SWIZZLE // 2) for x in (q, k, v))
-    tiles = tiles or TILES[max(q.shape[3], v.shape[3])]
+    tiles = tiles or choose(q.shape[3], v.shape[3], table.kind(options, mask))
     span = CONSUMERS * tiles.block_q
     blocks = key_blocks(options.band, mask, queries, keys, span, tiles.block_kv)
     q, k, v = pad(q, 1, span), pad(k, 1, tiles.block_kv), pad(v, 1, tiles.block_kv)
