@@ -21,7 +21,7 @@ BACKWARD_SIZES = 64, 128, 192  # at 256 dQ and dK spill: see with D=256
 
 
 def forward_cases(
-    B: int = 1, T: int = 8192, H: int = 16, K: int = 16, D: int | None = None
+    B: int = 1, T: int = 8192, H: int = 16, K: int = 4, D: int | None = None
 ) -> Iterator[tuple]:
     """The forward kernel; without D at all head sizes that have tiles of their own."""
     for size, variant in _configurations(D, sorted(mosaic_forward.TILES)):
@@ -42,13 +42,15 @@ def forward_cases(
 
 
 def backward_cases(
-    B: int = 1, T: int = 8192, H: int = 16, K: int = 16, D: int | None = None
+    B: int = 1, T: int = 8192, H: int = 16, K: int = 4, D: int | None = None
 ) -> Iterator[tuple]:
     """The kernels of the backward pass, given log-sum-exp and delta of the forward pass."""
     if D is not None and D % 64:
         raise ValueError(f"D={D}; the backward kernels take multiples of 64, others are padded")
     for size, variant in _configurations(D, BACKWARD_SIZES):
-        chosen = mosaic_backward.choose(size, size, soft_cap=_cap(variant) is not None)
+        chosen = mosaic_backward.choose(
+            size, size, soft_cap=_cap(variant) is not None, mask=variant
+        )
         for work, tiles in chosen.items():
 
             def kernel(q, k, v, g, lse, delta, variant=variant, work=work, tiles=tiles):

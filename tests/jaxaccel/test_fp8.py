@@ -380,7 +380,7 @@ def test_a_weight_that_is_not_this_one_is_refused():
 def test_explicit_mesh_axes_are_refused():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,))
     x = jax.device_put(normal(0, 8, 32), jax.NamedSharding(mesh, P("data")))
-    with pytest.raises(ValueError, match=r"explicit axes; make the mesh with axis_types=\(AxisType.Auto"):
+    with pytest.raises(ValueError, match=r"explicit axes; make the mesh with axis_types"):
         fp8.dot_general()(x, normal(1, 32, 16), PLAIN)
 
 
