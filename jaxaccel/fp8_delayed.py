@@ -23,7 +23,6 @@ from pallas_kernels import manual_axes
 OPERANDS = ("lhs", "rhs", "gradient")
 
 
-@no_type_check  # what is wrong is its own ValueError
 @dataclasses.dataclass(frozen=True)
 class Scaling:
     """What a recipe may vary. `window`, `use` and `margin` are of `delayed` only."""

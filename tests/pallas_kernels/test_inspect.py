@@ -189,7 +189,7 @@ def test_simulate_reports_a_wrong_result(monkeypatch, capsys):
         ),
         ([NAME, "--shape", "Q=64"], "cannot read 'Q=64'"),
         ([NAME, "--shape", "64x64"], "cannot read '64x64'"),
-        (["attention_forward", "--shape", "d=64"], "'d=64'.*B=1,T=8192,H=16,K=16,D=all"),
+        (["attention_forward", "--shape", "d=64"], "'d=64'.*B=1,T=8192,H=16,K=4,D=all"),
         (["attention_backward", "--shape", "D=96"], "D=96; the backward kernels take multiples"),
         ([NAME, "--shape", "M=100"], "got bfloat16\\[100, 4096\\].*need bfloat16"),
         ([NAME, "--target", "h20"], "unknown target 'h20': did you mean h200"),
