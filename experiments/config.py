@@ -35,6 +35,8 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of activations and matmuls; parameters are float32. auto: bfloat16 on GPU, float32 on CPU."""
+    attention: Literal["auto", "xla"] = "auto"
+    """auto: Pallas kernels on H100 and H200 in 16 bits, else cuDNN or XLA."""
     fp8: Literal["off", "current", "delayed", "block"] = "off"
     """Matmuls of the layers in FP8, by where the scales come from: this tensor, the last steps'
     (see --fp8-scaling), or tiles of 128. May change when a run is resumed."""
@@ -81,9 +83,9 @@ class TrainConfig:
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
-    "fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat budget_gib mesh "
-    "log_every eval_every save_every eval_batches keep max_skipped resume time_limit profile "
-    "tensorboard wandb_project sample_prompt dry_run".split()
+    "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
+    "budget_gib mesh log_every eval_every save_every eval_batches keep max_skipped resume "
+    "time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
 )
 
 

@@ -32,6 +32,7 @@ class StepConfig:
     """What a training step does beyond the model and the optimizer."""
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    attention: Literal["auto", "xla"] = "auto"  # see `pallas_kernels.attention`
     remat: Policy = "selective"
     micro_batches: int = 1
     clip_norm: float = 1.0
@@ -190,6 +191,8 @@ def make_train_step(
     """
     # 1. Mesh and shardings, from an abstract model: nothing is allocated yet.
     dtype = precision.COMPUTE_DTYPES[config.precision]
+    implementation = None if config.attention == "auto" else config.attention
+    attend = functools.partial(attention, implementation=implementation)
     plain = functools.partial(
         Decoder,
         model,
@@ -198,7 +201,7 @@ def make_train_step(
         #    are placed on the mesh, each device attends with its own heads, and the layers'
         #    matmuls are plain or FP8. Scales that are not known yet are found once, by
         #    `warm_up`; a step relies on them.
-        attention=sharding.attention_on_shards(attention, mesh, model.kv_heads),
+        attention=sharding.attention_on_shards(attend, mesh, model.kv_heads),
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
