@@ -117,12 +117,13 @@ def train(config: StepConfig, seed: int, corpus: data.Corpus, steps: int) -> dic
         state = made.warm_up(state, batch)
     program = made.step.lower(state, batch).compile()
 
-    losses = []
+    losses, skipped = [], 0
     start = time.perf_counter()
     for i in range(steps):
         state, figures = program(state, batch)
         batch = made.place(next(batches))
         losses.append(float(figures.loss))
+        skipped = int(figures.skipped)
         if (i + 1) % 100 == 0:
             print(f"  step {i + 1}: {statistics.mean(losses[-LAST:]):.4f}", file=sys.stderr)
     seconds = time.perf_counter() - start
@@ -139,7 +140,7 @@ def train(config: StepConfig, seed: int, corpus: data.Corpus, steps: int) -> dic
         "validation_tokens": tokens,
         "training_loss": statistics.mean(losses[-LAST:]),
         "seconds": seconds,
-        "skipped_steps": int(figures.skipped),
+        "skipped_steps": skipped,
         "matmul_share": matmul_share(program, step),
         "curve": [float(np.mean(piece)) for piece in np.array_split(losses, min(PIECES, steps))],
     }
