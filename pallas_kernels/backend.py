@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax._src import config as jax_config
 from jax._src import dispatch
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
@@ -68,6 +68,18 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
         dispatch.runtime_tokens.clear()
         interpret_pallas_call.reset_gpu_interpret_mode_state()
         raise
+
+
+@contextlib.contextmanager
+def counted_loads() -> Generator[list[int]]:
+    """Lists, as 1 each, the TMA loads that the interpreter makes; for tests of what is skipped."""
+    loads: list[int] = []
+    load = gpu_callbacks.copy_gmem_to_smem
+    gpu_callbacks.copy_gmem_to_smem = lambda **options: loads.append(1) or load(**options)
+    try:
+        yield loads
+    finally:
+        gpu_callbacks.copy_gmem_to_smem = load
 
 
 def cost(flops: int, *arrays: Any) -> dict[str, Any]:

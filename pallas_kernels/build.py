@@ -238,7 +238,9 @@ def _environment(root: Path) -> dict[str, str]:
     for folder in targets._folders("nvidia.cu13"):
         if Path(folder, "bin/nvdisasm").exists():
             settings["MOSAIC_GPU_CUDA_ROOT"] = folder
-            dumps.append("SASS")  # leaves a folder /tmp/mosaic-gpu-* behind, as jaxlib says itself
+            dumps.append(
+                "SASS"
+            )  # leaves a temporary folder mosaic-gpu-* behind, as jaxlib says itself
     settings |= {f"MOSAIC_GPU_DUMP_{name}": "1" for name in dumps}
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_DUMP_")}
     return kept | settings
