@@ -43,7 +43,14 @@ def split(batch: PyTree[Array], count: int) -> PyTree[Array]:
 
 
 def add(total: PyTree[Array], part: PyTree[Array]) -> PyTree[Array]:
-    """Adds two trees, leaf by leaf."""
+    """Adds two trees, leaf by leaf.
+
+    Args:
+      total, part: trees of the same structure.
+
+    Returns:
+      The same structure.
+    """
     return jax.tree.map(jnp.add, total, part)
 
 

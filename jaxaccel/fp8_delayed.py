@@ -83,6 +83,9 @@ def init_state(window: int, stack: tuple[int, ...] = ()) -> DelayedState:
       window: steps to remember.
       stack: leading dims, for layers whose states lie in one array.
 
+    Returns:
+      All zeros.
+
     Example:
       >>> init_state(16, (2,)).history.shape
       (2, 3, 16)

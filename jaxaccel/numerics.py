@@ -32,6 +32,12 @@ class Quantized(NamedTuple):
 def largest(format: Format) -> float:
     """The largest finite value of a format.
 
+    Args:
+      format: `e4m3` or `e5m2`.
+
+    Returns:
+      A Python number.
+
     Example:
       >>> largest("e4m3"), largest("e5m2")
       (448.0, 57344.0)
