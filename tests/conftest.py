@@ -8,7 +8,9 @@ import tempfile
 # Programs under test keep compiled code under the user's cache folder: not this user's.
 _cache = tempfile.TemporaryDirectory(prefix="jaxaccel-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
-os.environ["JAX_PLATFORMS"] = "cpu"
+# `pytest -m gpu`, where there is a GPU, is the kernels' third lane.
+_RUN_LANE = "gpu" in sys.argv and os.path.exists("/dev/nvidiactl")
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if _RUN_LANE else "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -22,6 +24,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On linux x86_64 a missing extra is a failure: the development group has it."""
+    if item.get_closest_marker("gpu") and not _RUN_LANE:
+        pytest.skip("needs a GPU, and to be asked for by `pytest -m gpu`")
     here = (sys.platform, platform.machine())
     if item.get_closest_marker("target") and here != ("linux", "x86_64"):
         pytest.skip("XLA's CUDA plugin exists for linux on x86_64 only")
