@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -189,17 +190,22 @@ def test_without_a_timer_the_table_stays(table):
     assert table.read_text() == written
 
 
-def test_seconds_tells_a_slow_program(monkeypatch):
-    monkeypatch.setattr(tune, "ROUNDS", 3)
-    monkeypatch.setattr(tune, "TURN_SECONDS", 0.001)
+def test_seconds_are_of_one_call(monkeypatch):
+    """By a clock that only the programs move: no test hangs on how busy a machine is."""
+    now = [0.0]
+    monkeypatch.setattr(tune, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(tune.jax, "jit", lambda program: program)
 
-    def repeated(n, x, lse):
-        return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y) + lse.sum().astype(y.dtype), x)
+    def takes(seconds):
+        def program(x, lse):
+            now[0] += seconds
+            return x
 
-    programs = {t: tune.partial(repeated, n) for t, n in ((FAST, 1), (SLOW, 300))}
-    args = [jax.ShapeDtypeStruct((64, 64), d) for d in (jnp.bfloat16, jnp.float32)]
-    found = tune.seconds(programs, args)
-    assert 0 < 5 * found[FAST] < found[SLOW]
+        return program
+
+    args = [jax.ShapeDtypeStruct((8, 8), d) for d in (jnp.bfloat16, jnp.float32)]
+    found = tune.seconds({FAST: takes(0.5), SLOW: takes(3.0)}, args)
+    assert found == {FAST: pytest.approx(0.5), SLOW: pytest.approx(3.0)}
 
 
 @pytest.mark.parametrize("kernel", tune.KERNELS)
