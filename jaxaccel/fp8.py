@@ -6,7 +6,7 @@ recipes say where the scale of an operand comes from:
 | recipe | scale | formats (lhs, rhs, gradient) | state |
 |---|---|---|---|
 | `current` | the tensor's own largest magnitude | e4m3, e4m3, e5m2 | none |
-| `delayed` | the largest of the last `window` steps' | e4m3, e4m3, e5m2 | 3 (window + 2) + 1 floats |
+| `delayed` | the largest of `window` steps | e4m3, e4m3, e5m2 | 3 (window + 2) + 1 floats |
 | `block` | one for 128 values of a row; for 128 x 128 of rhs | all e4m3 | none |
 
 `current` (arXiv:2209.05433, section 3.1, with a scale for each step) reads an operand twice,
