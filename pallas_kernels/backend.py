@@ -70,16 +70,46 @@ def simulate(*, detect_races: bool = True) -> Generator[None]:
         raise
 
 
+class Traffic:
+    """Bytes that simulated kernels moved by TMA, and how many loads they were."""
+
+    def __init__(self) -> None:
+        self.loads = self.stores = self.load_count = 0
+
+
 @contextlib.contextmanager
-def counted_loads() -> Generator[list[int]]:
-    """Lists, as 1 each, the TMA loads that the interpreter makes; for tests of what is skipped."""
-    loads: list[int] = []
-    load = gpu_callbacks.copy_gmem_to_smem
-    gpu_callbacks.copy_gmem_to_smem = lambda **options: loads.append(1) or load(**options)
+def counted_traffic() -> Generator[Traffic]:
+    """Counts what TMA moves in the interpreter; for tests of what a kernel reads and writes."""
+    traffic = Traffic()
+    load, store = gpu_callbacks.AsyncCopyGmemToSmemTask, gpu_callbacks.AsyncCopySmemToGmemTask
+
+    def in_bounds(key: Any, access: Any) -> int:
+        """Bytes of a box that lie inside of an array; TMA moves nothing of what is outside."""
+        array = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype(key)
+        inside = [
+            1 if isinstance(r, int) else len(range(*r.indices(n)))
+            for r, n in zip(access.range, array.shape, strict=True)
+        ]
+        return math.prod(inside) * jnp.dtype(array.dtype).itemsize
+
+    class Load(load):
+        def __init__(self, **options):
+            traffic.loads += in_bounds(options["src_allocation_key"], options["src_access"])
+            traffic.load_count += 1
+            super().__init__(**options)
+
+    class Store(store):
+        def __init__(self, **options):
+            traffic.stores += in_bounds(options["dst_allocation_key"], options["dst_access"])
+            super().__init__(**options)
+
+    gpu_callbacks.AsyncCopyGmemToSmemTask = Load
+    gpu_callbacks.AsyncCopySmemToGmemTask = Store
     try:
-        yield loads
+        yield traffic
     finally:
-        gpu_callbacks.copy_gmem_to_smem = load
+        gpu_callbacks.AsyncCopyGmemToSmemTask = load
+        gpu_callbacks.AsyncCopySmemToGmemTask = store
 
 
 def cost(flops: int, *arrays: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import jax
 from jaxtyping import Array
 
 
-def varying(x: Array) -> frozenset[str]:
+def varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Mesh axes of an enclosing `jax.shard_map` along which `x` differs from device to device.
 
     Args:
-      x: any array or tracer.
+      x: any array or tracer, or its shape.
 
     Returns:
       Names of axes; none outside of `shard_map`, or under `check_vma=False`.

@@ -6,11 +6,10 @@
 | another NVIDIA GPU | cuDNN where it serves, else XLA | XLA |
 | anything else | XLA | XLA |
 
-The choice is made while the program is lowered, by the device it is lowered for: that may be
-one that is not here. cuDNN is the exception, since JAX asks it for its version while tracing:
-it is chosen where such a GPU is in this process. Programs that XLA partitions over many
-devices, and arrays sharded by explicit mesh axes, keep XLA's attention, which is partitioned
-with them; under `jax.shard_map` over all mesh axes each device runs the kernels.
+`pallas_kernels.dispatch` says how that is known. cuDNN is the exception, since JAX asks it for
+its version while tracing: it is chosen where such a GPU is in this process. Programs that XLA
+partitions over many devices, and arrays sharded by explicit mesh axes, keep XLA's attention,
+which is partitioned with them.
 """
 
 from functools import partial
@@ -19,29 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import backend
 from pallas_kernels.attention import mosaic_backward, mosaic_forward, xla
 from pallas_kernels.attention.xla import Options
+from pallas_kernels.dispatch import HOPPER, check, choose, unsharded
 
-HOPPER = ("H100", "H200", "GH200")
 LARGEST_HEAD = max(mosaic_forward.TILES)
-_NEEDS = f"implementation='mosaic_gpu' needs a Hopper GPU ({', '.join(HOPPER)})"
 
 
 def refuse(implementation: str | None, q: jax.Array, v: jax.Array) -> None:
-    """Raises NotImplementedError if the kernels were asked for and cannot serve these shapes."""
-    if implementation == "mosaic_gpu" and (reason := _unfit(q, v)):
-        raise NotImplementedError(f"implementation='mosaic_gpu' {reason}; None or 'xla' works")
+    """Raises where the kernels were asked for and cannot serve these shapes."""
+    check(implementation, _unfit(q, v))
 
 
 def forward(implementation: str | None, options: Options, q, k, v, sinks, mask) -> tuple:
     """Output and log-sum-exp, as `xla.forward`."""
-    return _choose(
+    return choose(
         implementation,
-        _unfit(q, v) is None,
         partial(mosaic_forward.forward, options),
         partial(xla.forward, options),
         *(q, k, v, sinks, mask),
+        unfit=_unfit(q, v),
     )
 
 
@@ -49,13 +45,12 @@ def backward(
     implementation: str | None, options: Options, q, k, v, sinks, mask, out, lse, dout, dlse
 ) -> tuple:
     """Gradients of q, k, v and sinks, as `xla.backward`."""
-    return _choose(
-        implementation,
-        _unfit(q, v) is None and max(q.shape[3], v.shape[3]) <= mosaic_backward.LARGEST_HEAD,
-        partial(_mosaic_backward, options),
-        partial(xla.backward, options),
-        *(q, k, v, sinks, mask, out, lse, dout, dlse),
-    )
+    plain = partial(xla.backward, options)
+    operands = q, k, v, sinks, mask, out, lse, dout, dlse
+    if max(q.shape[3], v.shape[3]) > mosaic_backward.LARGEST_HEAD:
+        return plain(*operands)
+    kernel = partial(_mosaic_backward, options)
+    return choose(implementation, kernel, plain, *operands, unfit=_unfit(q, v))
 
 
 def _mosaic_backward(options: Options, q, k, v, sinks, mask, out, lse, dout, dlse):
@@ -75,44 +70,7 @@ def _unfit(q: jax.Array, v: jax.Array) -> str | None:
         return "has no float32"
     if max(q.shape[3], v.shape[3]) > LARGEST_HEAD:
         return f"has heads of up to {LARGEST_HEAD}, got q {q.shape}, v {v.shape}"
-    if any(axes is not None for x in (q, v) for axes in jax.typeof(x).sharding.spec):
-        return "takes no array sharded by explicit mesh axes; wrap it in jax.shard_map"
-    return None
-
-
-def _choose(implementation, fit: bool, kernel, plain, *operands):
-    if implementation == "xla" or not fit:
-        return plain(*operands)
-    kernel = partial(_varying_as, plain, kernel)
-    if backend.interpreting():
-        return (kernel if implementation == "mosaic_gpu" else plain)(*operands)
-    required = _NEEDS if implementation == "mosaic_gpu" else None
-
-    def choose(*operands):
-        hopper = backend.on_device(HOPPER, required=required)
-        return lax.cond(hopper, kernel, plain, *operands)
-
-    def elsewhere(*operands):
-        if required:  # raises, while lowering
-            hopper = backend.on_device(HOPPER, required=required)
-            return lax.cond(hopper, plain, plain, *operands)
-        return plain(*operands)
-
-    return lax.platform_dependent(*operands, cuda=choose, default=elsewhere)
-
-
-def _varying_as(plain, kernel, *operands):
-    """Calls the kernel; under `shard_map` its results vary over the axes that XLA's do."""
-
-    def match(x, like):
-        axes = _varying(like) - _varying(x)
-        return lax.pcast(x, tuple(axes), to="varying") if axes else x
-
-    return jax.tree.map(match, kernel(*operands), jax.eval_shape(plain, *operands))
-
-
-def _varying(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
+    return unsharded(q, v)
 
 
 def cudnn_serves(options: Options, q, k, v, sinks, mask, return_lse: bool) -> bool:

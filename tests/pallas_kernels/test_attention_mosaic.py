@@ -363,12 +363,12 @@ def test_ids_in_any_order_lose_no_pair():
 def test_only_blocks_with_pairs_are_loaded(mask):
     mask = dict(mask)
     case = make_case((500, 500), heads=(1, 1), packed=mask.pop("packed", False), mask=mask)
-    with backend.counted_loads() as loads:
+    with backend.counted_traffic() as traffic:
         simulated(*case[:3], None, case[4])
     batch = case[0].shape[0]
     some, _ = blocks_with_pairs(case[4], batch, 500, 500, 128, 64)
     # K and V for each block with a pair, and q for each consumer.
-    assert len(loads) == 2 * some.sum() + 2 * batch * some.shape[1]
+    assert traffic.load_count == 2 * some.sum() + 2 * batch * some.shape[1]
     assert not mask or some.sum() < 0.8 * some.size
 
 

@@ -78,3 +78,12 @@ def test_what_does_not_fit_is_refused(shapes, dtype):
 
 def test_it_stays_under_a_hundred_lines():
     assert len(Path(example.__file__).read_text().splitlines()) < 100
+
+
+def test_the_bytes_that_a_simulated_kernel_moves_are_counted():
+    x, w, residual = (jnp.ones(s, jnp.bfloat16) for s in ((256, 128), (128, 128), (256, 128)))
+    with backend.simulate(), backend.counted_traffic() as traffic:
+        jax.block_until_ready(example.linear_residual(x, w, residual))
+    tile = 2 * 128 * 128
+    assert (traffic.loads, traffic.stores) == (2 * 3 * tile, 2 * tile)  # x, w, residual a block
+    assert traffic.load_count == 2 * (1 + 2 * 2)  # x and w in halves of the 128 of K
