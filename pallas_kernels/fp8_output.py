@@ -1,0 +1,60 @@
+"""What an op returns that writes its result in eight bits (arXiv:2209.05433, e4m3).
+
+The cast costs no pass over memory where the op that makes the values does it: the scale is one
+that is known before (delayed scaling), the largest magnitude comes out for the next one.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LARGEST = 448.0  # of e4m3
+
+
+class Fp8Output(NamedTuple):
+    """`y = values * cast_scale`, up to the rounding to eight bits.
+
+    Attributes:
+      like: shape of y and dtype of the op's input; zeros, which nothing should read. Its
+        gradient is that of y: what takes `values` gives `like` the gradient. XLA never makes it.
+      values: float8_e4m3fn, `y / cast_scale` of the float32 y; no gradient.
+      amax: float32 [], the largest magnitude of the float32 y; no gradient. NaN or infinite if
+        an element is.
+    """
+
+    like: Array
+    values: Array
+    amax: Array
+
+
+def inverse_scale(scale: Float[Array, ""]) -> Float[Array, ""]:
+    """What `to_fp8` multiplies by: `1 / scale`; NaN for 0, a scale that is not known.
+
+    Args:
+      scale: float32.
+
+    Returns:
+      float32.
+    """
+    return jnp.where(scale == 0, jnp.nan, 1 / scale)
+
+
+def to_fp8(y: Float[Array, "..."], inverse: Float[Array, ""]) -> Float[Array, "..."]:
+    """`y * inverse` in e4m3, saturating; the same in a kernel and in XLA.
+
+    Args:
+      y: float32. Infinities become NaN, so that an overflow is seen.
+      inverse: from `inverse_scale`. If NaN, zeros stay zeros and all else becomes NaN.
+
+    Returns:
+      float8_e4m3fn.
+
+    Example:
+      >>> to_fp8(jnp.array([1.0, 1e4]), inverse_scale(jnp.float32(2))).astype(jnp.float32).tolist()
+      [0.5, 448.0]
+    """
+    magnitude = jnp.abs(y)
+    scaled = jnp.where(magnitude == jnp.inf, jnp.nan, y * inverse)
+    scaled = jnp.where(magnitude == 0.0, 0.0, scaled)
+    return jnp.minimum(jnp.maximum(scaled, -LARGEST), LARGEST).astype(jnp.float8_e4m3fn)
