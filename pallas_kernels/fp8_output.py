@@ -28,6 +28,20 @@ class Fp8Output(NamedTuple):
     amax: Array
 
 
+def check(cast_scale: Array | None) -> None:
+    """Refuses what is no scale of a whole tensor.
+
+    Args:
+      cast_scale: as a user gave it; None is none.
+
+    Raises:
+      ValueError: not float32 [].
+    """
+    if cast_scale is not None and (cast_scale.shape, cast_scale.dtype) != ((), jnp.float32):
+        got = f"{cast_scale.dtype}{list(cast_scale.shape)}"
+        raise ValueError(f"got cast_scale {got}; need float32[], one for the tensor")
+
+
 def inverse_scale(scale: Float[Array, ""]) -> Float[Array, ""]:
     """What `to_fp8` multiplies by: `1 / scale`; NaN for 0, a scale that is not known.
 

@@ -152,10 +152,9 @@ def _checked(options, x, residual, scale, cast_scale):
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         got = f"{residual.dtype}{list(residual.shape)}"
         raise ValueError(f"got residual {got}, need that of x, {x.dtype}{list(x.shape)}")
-    if cast_scale is not None and (cast_scale.shape, cast_scale.dtype) != ((), jnp.float32):
-        got = f"{cast_scale.dtype}{list(cast_scale.shape)}"
-        raise ValueError(f"got cast_scale {got}, need float32[]")
-    dispatch.check(options.implementation, options.unfit(x, residual, scale, cast_scale is not None))
+    fp8_output.check(cast_scale)
+    unfit = options.unfit(x, residual, scale, cast_scale is not None)
+    dispatch.check(options.implementation, unfit)
     operands, tree = jax.tree.flatten((x, residual, scale, cast_scale))
     return jax.tree.unflatten(tree, manual_axes.vary_alike(*operands))
 

@@ -26,6 +26,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 UNPADDED = 4 * LINE  # a row of a multiple of it is read in vectors of 8 bytes, as it is
 
 
+LONGEST = 12288  # of a row: 96 registers of a thread hold its share of dscale
+
+
 class Sizes(NamedTuple):
     """What the kernels' plans depend on."""
 
@@ -85,8 +88,8 @@ def unfit(asked: bool, sizes: Sizes, x: Array, scale: Array) -> str | None:
         return f"has {', '.join(DTYPES)}, got x {x.dtype}, scale {scale.dtype}"
     if not sizes.rows:
         return f"needs at least one element, got {x.shape}"
-    if sizes.columns > streaming.LONGEST or not (sizes.forward() and sizes.backward()):
-        return f"keeps rows in shared memory, got rows of {sizes.length} x {x.dtype}"
+    if sizes.columns > LONGEST or not (sizes.forward() and sizes.backward()):
+        return f"keeps six rows of up to {LONGEST} in shared memory, got {x.dtype} x {sizes.length}"
     if not asked and sizes.length % UNPADDED:
         return f"has rows of a multiple of {UNPADDED} elements, got {sizes.length}"
     return dispatch.unsharded(x, scale)
@@ -200,14 +203,20 @@ def backward(
             unit, dy, dunit = read(part)
             products += dunit * unit
             new_sums.append(sum_ + dy * unit)
+        # Or the compiler sums later, and keeps the row in registers until then: spills.
+        new_sums = lax.optimization_barrier(tuple(new_sums))
         projection = jnp.sum(products) * (1 / sizes.length)
-        for part in parts:
+
+        def write(number, _):
+            part = pl.ds(number * parts[0].size, parts[0].size)
             unit, _, dunit = read(part)
             dx = (dunit - unit * projection) * inverse
             for ref in more:
                 dx += ref[part].astype(jnp.float32)
             outputs[0][part] = dx.astype(x.dtype)
-        return tuple(new_sums)
+
+        lax.fori_loop(0, len(parts), write, None)
+        return new_sums
 
     def finish(sums, block, warpgroup, extra, scratch):
         stage, turns = scratch

@@ -28,7 +28,6 @@ from pallas_kernels import backend
 
 LINE = 128
 CHUNK = 16  # lines
-LONGEST = 256 * LINE  # of a TMA box
 CORES = 132  # of an H100 or H200; where there are fewer, the last blocks wait for the first
 _SHARED = 227 * 1024 - 8 * 1024  # but for barriers and what reductions take
 _MOST_WARPGROUPS, _MOST_STAGES = 4, 4
