@@ -340,7 +340,9 @@ def _quantize(dot: DotGeneral, x: Array, operand: str, state: DelayedState | Non
     if state is not None:
         known = state.scale[OPERANDS.index(operand)]
         scale = jnp.where(known == 0, scale, known) if dot.warm_start else known
-    return Quantized(numerics.cast(x, scale, format), scale, top)
+    values = numerics.cast(x, scale, format)
+    # A scale that is not known yet serves zeros; of anything else the result is NaN.
+    return Quantized(values, jnp.where((scale == 0) & (top != 0), jnp.nan, scale), top)
 
 
 def _check_state(dot: DotGeneral, state: DelayedState | None) -> None:
