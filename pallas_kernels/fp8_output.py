@@ -43,7 +43,7 @@ def check(cast_scale: Array | None) -> None:
 
 
 def inverse_scale(scale: Float[Array, ""]) -> Float[Array, ""]:
-    """What `to_fp8` multiplies by: `1 / scale`, and 0 for 0, a tensor of zeros.
+    """What `to_fp8` multiplies by: `1 / scale`; 0 for 0, the scale of zeros.
 
     Args:
       scale: float32.
@@ -55,7 +55,7 @@ def inverse_scale(scale: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def to_fp8(y: Float[Array, "..."], inverse: Float[Array, ""]) -> Float[Array, "..."]:
-    """`y * inverse` in e4m3, saturating; in a kernel and in XLA, as `jaxaccel.numerics.cast`.
+    """`y * inverse` in e4m3, saturating, as `jaxaccel.numerics.cast`; in kernels and in XLA.
 
     Args:
       y: float32. Infinities become NaN, so that an overflow is seen.
@@ -68,5 +68,7 @@ def to_fp8(y: Float[Array, "..."], inverse: Float[Array, ""]) -> Float[Array, ".
       >>> to_fp8(jnp.array([1.0, 1e4]), inverse_scale(jnp.float32(2))).astype(jnp.float32).tolist()
       [0.5, 448.0]
     """
+    # Plus 0, or NaN where y is not finite. A selection would do, but XLA writes its mask to memory
+    # where two casts can share it.
     scaled = jnp.minimum(jnp.maximum(y * inverse, -LARGEST), LARGEST)
-    return (scaled + y * 0.0).astype(jnp.float8_e4m3fn)  # infinity * 0 is NaN
+    return (scaled + y * 0.0).astype(jnp.float8_e4m3fn)
