@@ -75,7 +75,7 @@ class Moved(NamedTuple):
 
 def padded(length: int) -> int:
     """The length that a row takes: whole lines, in chunks of more than a line if it is long."""
-    unit = LINE if length < 8 * LINE else 4 * LINE
+    unit = LINE if length < 4 * LINE else 2 * LINE
     return max(1, -(-length // unit)) * unit
 
 
@@ -129,12 +129,12 @@ def stream(
     Args:
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
-        output may be an input; numbers and extra are references to the arrays below.
+        output may be an input; numbers are read, extra is references to the results below.
       rows: each [N, C, 128], N at least 1.
       outputs: of the same shape.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
-      numbers: small arrays that stay in memory, read element by element.
+      numbers: [N], of which a row gets its own, or [1].
       extra: other results, which `compute` and `finish` write, element by element.
       state: makes what a warpgroup carries from row to row, in registers.
       finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
@@ -181,9 +181,11 @@ def stream(
 
         def step(i, carry):
             row, slot = place(i)
+            # While the row is on its way.
+            values = [ref[row if ref.shape[0] == count else 0] for ref in numbers_gmem]
             plgpu.barrier_wait(full.at[slot])
             inputs, out = ([ref.at[slot] for ref in some] for some in (buffers, results))
-            carry = compute(carry, row, inputs, out, shared_smem, numbers_gmem, extra_gmem)
+            carry = compute(carry, row, inputs, out, shared_smem, values, extra_gmem)
             plgpu.commit_smem()
             for k, (ref, x) in enumerate(zip(out, outs, strict=True)):
                 last = k == len(outs) - 1  # one group for all
