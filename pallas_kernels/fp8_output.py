@@ -55,7 +55,7 @@ def inverse_scale(scale: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def to_fp8(y: Float[Array, "..."], inverse: Float[Array, ""]) -> Float[Array, "..."]:
-    """`y * inverse` in e4m3, saturating; the same in a kernel and in XLA.
+    """`y * inverse` in e4m3, saturating, as `jaxaccel.numerics.cast`; in kernels and in XLA.
 
     Args:
       y: float32. Infinities become NaN, so that an overflow is seen.
@@ -70,6 +70,5 @@ def to_fp8(y: Float[Array, "..."], inverse: Float[Array, ""]) -> Float[Array, ".
     """
     # Plus 0, or NaN where y is not finite. A selection would do, but XLA writes its mask to memory
     # where two casts can share it.
-    return (jnp.minimum(jnp.maximum(y * inverse, -LARGEST), LARGEST) + y * 0.0).astype(
-        jnp.float8_e4m3fn
-    )
+    scaled = jnp.minimum(jnp.maximum(y * inverse, -LARGEST), LARGEST)
+    return (scaled + y * 0.0).astype(jnp.float8_e4m3fn)
