@@ -237,7 +237,7 @@ def _losses(options: Options, labels_BTR, terms: Terms) -> tuple[Array, Array]:
     lse = terms.lse[..., None]
     nll = lse - terms.target
     objective = nll
-    if options.label_smoothing:
+    if terms.mean is not None:  # label smoothing
         even = lse - terms.mean[..., None]
         objective = (1 - options.label_smoothing) * nll + options.label_smoothing * even
     if options.z_loss:
