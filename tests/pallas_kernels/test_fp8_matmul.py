@@ -238,7 +238,7 @@ def test_bad_input_says_what_would_be_legal():
         (
             (a, a_scale, b, b_scale[:2]),
             {},
-            r"\[2, 2\]; .* \[3, 2\] \(blocks\) or float32\[300, 2\]",
+            r"\[2, 2\]; .*\[3, 2\] \(blocks\) or float32\[300, 2\]",
         ),
         ((a, a_scale.astype(BF16), b, b_scale), {}, r"bfloat16\[40, 2\]"),
         ((a.astype(E5M2), a_scale, b, b_scale), {}, "float8_e5m2.*legal: .* of float8_e4m3fn"),
