@@ -35,6 +35,7 @@ class Pass:
     writes: int
     bytes: float  # of those arrays
     count: float  # executions a step
+    kernel: bool  # a Pallas kernel
 
 
 def _whole(shapes: tuple[Shape, ...], write: bool) -> list[Access]:
@@ -125,7 +126,7 @@ def moved(module: Module, where: Computation, node: Instruction) -> float:
     return sum(access.bytes for access in accesses(module, where, node))
 
 
-def passes(module: Module, elements: int) -> tuple[Pass, ...]:
+def passes(module: Module, elements: int, written: str | None = None) -> tuple[Pass, ...]:
     """What goes over arrays of one size, matmuls and attention left out.
 
     Norms, activations, casts, additions and copies do little with each element: their time is
@@ -134,6 +135,7 @@ def passes(module: Module, elements: int) -> tuple[Pass, ...]:
     Args:
       module: from `hlo.parse`.
       elements: of the arrays that count, B x T x D say, sliced from a stack of layers or whole.
+      written: count only those that write one of this type, by XLA's name.
 
     Returns:
       One `Pass` for each instruction that reads or writes such an array.
@@ -154,8 +156,19 @@ def passes(module: Module, elements: int) -> tuple[Pass, ...]:
             if node.opcode in FREE or done or any(hlo.flops(inner, n) for n in nodes):
                 continue
             hits = [a for a in accesses(module, where, node) if a.elements == elements]
-            if hits:
-                writes = sum(a.write for a in hits)
-                size = sum(a.bytes for a in hits)
-                found.append(Pass(node.name, node.op_name, len(hits) - writes, writes, size, times))
+            types = {a.dtype for a in hits if a.write}
+            if not hits or (written is not None and written not in types):
+                continue
+            writes = sum(a.write for a in hits)
+            found.append(
+                Pass(
+                    name=node.name,
+                    op_name=node.op_name,
+                    reads=len(hits) - writes,
+                    writes=writes,
+                    bytes=sum(a.bytes for a in hits),
+                    count=times,
+                    kernel=any(map(hlo.is_kernel, nodes)),
+                )
+            )
     return tuple(found)
