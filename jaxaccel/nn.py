@@ -13,10 +13,9 @@ Shape suffixes: B batch, T positions, D width, H query heads, K key/value heads,
 C head size, F width of the MLP, V vocabulary, L stack of layers.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,122 +23,41 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxaccel import names
+from jaxaccel.decoder_config import (
+    ACTIVATIONS,
+    DecoderConfig,
+    RopeScaling,
+    flops_per_token,
+    linear_shapes,
+    rope_frequencies,
+)
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rms_norm as rms_norm_op
+from pallas_kernels import swiglu as swiglu_op
+
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Layer",
+    "Linear",
+    "NextValue",
+    "Norm",
+    "Prepared",
+    "RopeScaling",
+    "flops_per_token",
+    "linear_shapes",
+    "parameter_count",
+    "rope_frequencies",
+    "rotate",
+]
 
 Axes = tuple[str | None, ...]
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of long wavelengths (its `rope_type: llama3`).
-
-    Wavelengths above `original_context / low_frequency` are multiplied by `factor`,
-    those below `original_context / high_frequency` are kept, between the two it blends.
-    """
-
-    factor: float = 8.0
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    original_context: int = 8192
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of a decoder. `windows` is the repeating group: one entry a layer of it,
-    the number of positions a layer sees including its own, or None for all before.
-    """
-
-    vocab_size: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp_width: int
-    tied_head: bool = False
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    norm_epsilon: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    windows: tuple[int | None, ...] = (None,)
-
-    def __post_init__(self):
-        for field in ("vocab_size", "layers", "width", "heads", "head_size", "mlp_width"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; it must be at least 1")
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(
-                f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads"
-            )
-        if self.head_size % 2:
-            raise ValueError(f"head_size is {self.head_size}; rotary embedding needs an even one")
-        if not (self.norm_epsilon > 0 and self.rope_theta > 0):
-            raise ValueError(
-                f"norm_epsilon is {self.norm_epsilon} and rope_theta {self.rope_theta}; both must "
-                "be positive"
-            )
-        if not self.windows or self.layers % len(self.windows):
-            raise ValueError(
-                f"{self.layers} layers are no multiple of the group of {len(self.windows)} windows"
-            )
-        if any(window is not None and window < 1 for window in self.windows):
-            raise ValueError(f"windows are {self.windows}; each must be at least 1, or None")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}"
-            )
 
 
 def parameter_count(config: DecoderConfig) -> int:
     """Parameters of a decoder, embedding and head included."""
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model)))
-
-
-def flops_per_token(config: DecoderConfig, sequence: int) -> float:
-    """Model FLOP of one token's forward and backward pass (arXiv:2204.02311, appendix B).
-
-    6 for every parameter of a matmul, the head included and the embedding not, plus
-    attention's two matmuls over the positions a query sees on average: half of the row
-    under a causal mask, less under a window. Recomputation does not count.
-
-    Example:
-      >>> config = DecoderConfig(64, 1, width=8, heads=2, kv_heads=1, head_size=4, mlp_width=16)
-      >>> flops_per_token(config, 10) == 6 * (8 * 16 + 8 * 8 + 3 * 8 * 16 + 64 * 8 + 8 * 10)
-      True
-    """
-    c = config
-    projections = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
-    matmuls = c.layers * (projections + 3 * c.width * c.mlp_width) + c.vocab_size * c.width
-    seen = 0.0
-    for window in c.windows:
-        w = min(window or sequence, sequence)
-        seen += (w * (sequence - w) + w * w / 2) / sequence
-    seen *= c.layers / len(c.windows)
-    return 6.0 * (matmuls + 2 * c.heads * c.head_size * seen)
-
-
-def rope_frequencies(config: DecoderConfig) -> Float[Array, "C_half"]:
-    """Angle per position of each pair of channels, float32 (arXiv:2104.09864, 3.2.2)."""
-    half = config.head_size // 2
-    frequency = config.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    s = config.rope_scaling
-    if s is None:
-        return frequency
-    turns = s.original_context * frequency / (2 * math.pi)  # over the original context
-    keep = (turns - s.low_frequency) / (s.high_frequency - s.low_frequency)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return frequency * (keep + (1 - keep) / s.factor)
 
 
 def rotate(x_BTHC: Array, cos_BTC: Array, sin_BTC: Array) -> Array:
@@ -156,21 +74,6 @@ class NextValue(nnx.Variable):
 
 class Prepared(nnx.Variable):
     """A kernel in the form in which its matmul reads it, made before; no parameter."""
-
-
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Shape of the kernel of each linear layer in a decoder's layer, by its name there."""
-    c = config
-    queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
-    return {
-        "query": (c.width, queries),
-        "key": (c.width, keys),
-        "value": (c.width, keys),
-        "attention_output": (queries, c.width),
-        "gate": (c.width, c.mlp_width),
-        "up": (c.width, c.mlp_width),
-        "down": (c.mlp_width, c.width),
-    }
 
 
 class Linear(nnx.Module):
@@ -204,8 +107,9 @@ class Linear(nnx.Module):
         self.matmul_state = None if state is None else NextValue(state)
         self.prepared = nnx.data(None)
 
-    def __call__(self, x: Array) -> Array:
-        flat = x.reshape(-1, x.shape[-1])
+    def __call__(self, x: Any) -> Array:
+        # A norm may hand over a tree that only this matmul's technique can read.
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]) if leaf.ndim else leaf, x)
         more = {"state": self.matmul_state, "weight": self.prepared}
         more = {key: held.get_value() for key, held in more.items() if held is not None}
         kernel = self.kernel[...].astype(x.dtype)
@@ -223,8 +127,37 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((*lead, size)), axes=(*axes, axis))
         self.epsilon, self.norm = epsilon, norm
 
-    def __call__(self, x: Array) -> Array:
-        return self.norm(x, self.scale[...], self.epsilon)
+    def __call__(self, x: Array, *, residual: Array | None = None, readers: tuple = ()) -> Any:
+        """The normalised `x`; with a residual, the sum of both, normalised too.
+
+        Args:
+          x: any float dtype.
+          residual: added to `x` first.
+          readers: all `Linear`s that read the result.
+        """
+        return self.norm(
+            x, self.scale[...], self.epsilon, residual=residual, state=_shared_state(readers)
+        )
+
+
+def _shared_state(readers: tuple[Linear, ...]) -> Any:
+    """The matmul state of linears with one input, if all have one: that of the first."""
+    states = [reader.matmul_state for reader in readers]
+    return states[0].get_value() if states and None not in states else None
+
+
+def rms_norm(
+    x: Array, scale: Array, epsilon: float, *, residual: Array | None = None, state: Any = None
+) -> Any:
+    """The default norm, `pallas_kernels.rms_norm`; it casts for nobody, whatever the state."""
+    return rms_norm_op.rms_norm(x, scale, epsilon, residual=residual)
+
+
+def gated(activation: str) -> Callable[..., Array]:
+    """The default `glu` of a decoder with this activation."""
+    if activation == "silu":
+        return lambda gate, up, state=None: swiglu_op.swiglu(gate, up)
+    return lambda gate, up, state=None: ACTIVATIONS[activation](gate) * up
 
 
 class Layer(nnx.Module):
@@ -244,6 +177,7 @@ class Layer(nnx.Module):
         dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
         norm: Callable,
+        glu: Callable,
     ):
         c, shapes = config, linear_shapes(config)
         # Output projections start smaller, so that the stream's variance does not grow
@@ -276,15 +210,16 @@ class Layer(nnx.Module):
         self.gate = linear("gate", ("embed", "mlp"))
         self.up = linear("up", ("embed", "mlp"))
         self.down = linear("down", ("mlp", "embed"), scale=out_scale)
-        self.config, self.window, self.attention = c, window, attention
+        self.config, self.window, self.attention, self.glu = c, window, attention, glu
 
     def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
         c = self.config
-        x_BTD = names.tag(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+        y = self.attention_norm(x_BTD, readers=(self.query, self.key, self.value))
+        y = names.tag(y, names.ATTENTION_NORM)
 
         def heads(projection, name, count):
-            out = names.tag(projection(x_BTD), name)
+            out = names.tag(projection(y), name)
             return out.reshape(*x_BTD.shape[:2], count, c.head_size)
 
         q = heads(self.query, names.QUERY, c.heads)
@@ -297,11 +232,12 @@ class Layer(nnx.Module):
     def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
         """Adds what attention found, then the MLP's answer."""
         context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        x_BTD = x_BTD + names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
-        y = names.tag(self.mlp_norm(x_BTD), names.MLP_NORM)
+        found = names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
+        x_BTD, y = self.mlp_norm(found, residual=x_BTD, readers=(self.gate, self.up))
+        y = names.tag(y, names.MLP_NORM)
         gate = names.tag(self.gate(y), names.MLP_GATE)
         up = names.tag(self.up(y), names.MLP_UP)
-        y = names.tag(ACTIVATIONS[self.config.activation](gate) * up, names.MLP_ACTIVATION)
+        y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
         return x_BTD + names.tag(self.down(y), names.MLP_OUTPUT)
 
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
@@ -323,7 +259,10 @@ class Decoder(nnx.Module):
       dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature; or one for each
         name of `linear_shapes`.
       attention: with `pallas_kernels.attention.attention`'s signature.
-      norm: `(x, scale, epsilon) -> x`.
+      norm: `(x, scale, epsilon, *, residual, state) -> y`; with a residual, `x` plus that and
+        `y`. The state is that of the matmuls that read `y`, None unless all have one; they are
+        given `y` as it is.
+      glu: `(gate, up, *, state) -> y`; the configured activation of gate, times up.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
       constrain: `(x, logical axes) -> x`, to place activations on a mesh.
 
@@ -343,7 +282,8 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
-        norm: Callable = rms_norm_op.rms_norm,
+        norm: Callable = rms_norm,
+        glu: Callable | None = None,
         scan: Callable = jax.lax.scan,
         constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
     ):
@@ -364,6 +304,7 @@ class Decoder(nnx.Module):
                 dot_general=dot_general,
                 attention=attention,
                 norm=norm,
+                glu=glu or gated(c.activation),
             )
             for window in c.windows
         )

@@ -8,6 +8,7 @@ product that it stands before.
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -99,8 +100,7 @@ def cast(x: Float[Array, "..."], scale: Float[Array, "..."], format: Format) -> 
 
     Args:
       x: any floating-point array.
-      scale: float32, broadcast against `x`. 0 stands for a scale that is not known: zeros
-        stay zeros, all else becomes NaN.
+      scale: float32, broadcast against `x`. 0 is the scale of zeros: all finite values become 0.
       format: of the result.
 
     Returns:
@@ -110,12 +110,12 @@ def cast(x: Float[Array, "..."], scale: Float[Array, "..."], format: Format) -> 
       >>> cast(jnp.array([1.0, 1000.0]), jnp.float32(1), "e4m3").astype(jnp.float32).tolist()
       [1.0, 448.0]
     """
+    # No selections: a constant or a mask in `jnp.where` is an array as large as `x`, which XLA
+    # shares between casts, or JAX moves out of a scan over layers: written, and read each time.
     x = x.astype(jnp.float32)
-    inverse = jnp.where(scale == 0, jnp.nan, 1 / scale)
-    scaled = jnp.where(jnp.isinf(x), jnp.nan, x * inverse)
-    scaled = jnp.where(x == 0, 0.0, scaled)  # 0 * NaN: a scale that is not known
+    inverse = jnp.where(scale == 0, 0.0, 1 / scale)
     edge = largest(format)
-    return jnp.clip(scaled, -edge, edge).astype(FORMATS[format])
+    return (jax.lax.clamp(-edge, x * inverse, edge) + x * 0).astype(FORMATS[format])  # inf: NaN
 
 
 def sqnr(reference: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, ""]:

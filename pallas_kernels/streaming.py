@@ -1,0 +1,225 @@
+"""The frame of kernels that do little with each byte: rows through shared memory and back.
+
+A norm or an activation is as fast as memory, if enough of it is in flight and none of it is
+read twice. So a block stays on its core for the whole array, and each of its warpgroups is a
+pipeline of its own, without a word to the others: it takes every so many-th row, has the next
+rows brought by TMA into a ring of buffers, computes one in place, and has it written back
+while it turns to the next. What all rows share (a norm's scale) is read once a block.
+
+A row is [C, 128], C lines of 128 elements: then one TMA box holds it (at most 256 elements a
+dimension), and its elements lie across the 128 threads of a warpgroup. Rows of other lengths
+are padded. Kernels go through a row in chunks of up to 16 lines, 16 registers of float32 each.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels import backend
+
+LINE = 128
+CHUNK = 16  # lines
+CORES = 132  # of an H100 or H200; where there are fewer, the last blocks wait for the first
+_SHARED = 227 * 1024 - 8 * 1024  # but for barriers and what reductions take
+_MOST_WARPGROUPS, _MOST_STAGES = 4, 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a kernel: its grid, warpgroups of a block, buffers of each."""
+
+    blocks: int
+    warpgroups: int
+    stages: int
+
+    @property
+    def workers(self) -> int:
+        """Warpgroups of the grid."""
+        return self.blocks * self.warpgroups
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a buffer to compute in and one to load into."""
+        return self.stages > 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result with rows. It takes the place of an input in shared memory, or has its own."""
+
+    dtype: Any
+    place: int | None = None  # which input's, of the same dtype
+
+
+class Moved(NamedTuple):
+    """Bytes that a kernel moves between memory and its cores."""
+
+    loads: int  # by TMA
+    stores: int
+    others: int = 0  # a number a row, one of a warpgroup
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+def padded(length: int) -> int:
+    """The length that a row takes: whole lines, in chunks of more than a line if it is long."""
+    unit = LINE if length < 8 * LINE else 4 * LINE
+    return max(1, -(-length // unit)) * unit
+
+
+def plan(rows: int, row_bytes: int, block_bytes: int) -> Plan:
+    """As many warpgroups and buffers as fit and are of use.
+
+    Args:
+      rows: of the array.
+      row_bytes: of one buffer: a row's inputs, and outputs that take no input's place.
+      block_bytes: of what else is in a block's shared memory.
+
+    Returns:
+      The sizes, which need not fit.
+    """
+    buffers = (_SHARED - block_bytes) // row_bytes
+    warpgroups = min(_MOST_WARPGROUPS, max(1, buffers // 3))
+    stages = min(_MOST_STAGES, buffers // warpgroups)
+    return Plan(min(CORES, -(-rows // warpgroups)), warpgroups, stages)
+
+
+def chunks(columns: int) -> list[Any]:
+    """Slices that part the lines of a row of so many elements."""
+    lines = columns // LINE
+    size = math.gcd(lines, CHUNK)
+    return [pl.ds(start, size) for start in range(0, lines, size)]
+
+
+def lined(x: Array, columns: int) -> Array:
+    """[..., D] -> [..., C, 128], padded with zeros to `columns` elements."""
+    missing = columns - x.shape[-1]
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-1], columns // LINE, LINE)
+
+
+def stream(
+    compute: Callable,
+    rows: Sequence[Array],
+    outputs: Sequence[Output],
+    sizes: Plan,
+    *,
+    shared: Sequence[Array] = (),
+    numbers: Sequence[Array] = (),
+    extra: Sequence[jax.ShapeDtypeStruct] = (),
+    state: Callable[[], Any] = tuple,
+    finish: Callable | None = None,
+    scratch: Sequence[Any] = (),
+) -> list[Array]:
+    """Calls `compute` on each row.
+
+    Args:
+      compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
+        index; inputs, outputs and shared are references [C, 128] in shared memory, where an
+        output may be an input; numbers and extra are references to the arrays below.
+      rows: each [N, C, 128], N at least 1.
+      outputs: of the same shape.
+      sizes: from `plan`.
+      shared: each [C, 128], the same for all rows.
+      numbers: small arrays that stay in memory, read element by element.
+      extra: other results, which `compute` and `finish` write, element by element.
+      state: makes what a warpgroup carries from row to row, in registers.
+      finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
+      scratch: shared memory and barriers for `finish`.
+
+    Returns:
+      The outputs, [N, C, 128], then the extra results.
+    """
+    count, lines, _ = rows[0].shape
+    stages, workers = sizes.stages, sizes.workers
+    groups = tuple(map(len, (rows, shared, numbers, outputs, extra, rows, shared)))
+    own = [i for i, out in enumerate(outputs) if out.place is None]
+
+    def body(*refs):
+        refs = iter(refs)
+        take = lambda n: [next(refs) for _ in range(n)]
+        ins, shared_gmem, numbers_gmem, outs, extra_gmem, buffers, shared_smem = map(take, groups)
+        own_buffers, (full, ready), more = take(len(own)), take(2), list(refs)
+        results = [
+            own_buffers[own.index(i)] if out.place is None else buffers[out.place]
+            for i, out in enumerate(outputs)
+        ]
+        block, me = lax.axis_index("block"), lax.axis_index("warpgroup")
+        worker = block * sizes.warpgroups + me
+        mine = lax.div(count + workers - 1 - worker, jnp.int32(workers))
+
+        def place(i):
+            return worker + i * workers, me * stages + lax.rem(i, jnp.int32(stages))
+
+        def load(i):
+            row, slot = place(i)
+            for x, buffer in zip(ins, buffers, strict=True):
+                plgpu.copy_gmem_to_smem(x.at[row], buffer.at[slot], full.at[slot])
+
+        @pl.when(me == 0)
+        def load_shared():
+            for x, smem in zip(shared_gmem, shared_smem, strict=True):
+                plgpu.copy_gmem_to_smem(x, smem, ready.at[0])
+
+        for i in range(stages):
+            pl.when(i < mine)(partial(load, jnp.int32(i)))
+        if shared:
+            plgpu.barrier_wait(ready.at[0])
+
+        def step(i, carry):
+            row, slot = place(i)
+            plgpu.barrier_wait(full.at[slot])
+            inputs, out = ([ref.at[slot] for ref in some] for some in (buffers, results))
+            carry = compute(carry, row, inputs, out, shared_smem, numbers_gmem, extra_gmem)
+            plgpu.commit_smem()
+            for k, (ref, x) in enumerate(zip(out, outs, strict=True)):
+                last = k == len(outs) - 1  # one group for all
+                plgpu.copy_smem_to_gmem(ref, x.at[row], commit_group=last)
+
+            @pl.when((i > 0) & (i - 1 + stages < mine))
+            def refill():  # where the row before was, once that is on its way
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                load(i - 1 + stages)
+
+            return carry
+
+        carry = lax.fori_loop(0, mine, step, state())
+        plgpu.wait_smem_to_gmem(0)
+        if finish:
+            finish(carry, block, me, extra_gmem, more)
+
+    body.__name__ = compute.__name__
+    slots = sizes.warpgroups * stages
+    ring = lambda dtype: plgpu.SMEM((slots, lines, LINE), dtype)
+    out_types = [jax.ShapeDtypeStruct(rows[0].shape, out.dtype) for out in outputs] + list(extra)
+    return plgpu.kernel(
+        body,
+        out_type=out_types,
+        grid=(sizes.blocks,),
+        grid_names=("block",),
+        num_threads=sizes.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=[
+            *(ring(x.dtype) for x in rows),
+            *(plgpu.SMEM(x.shape, x.dtype) for x in shared),
+            *(ring(outputs[i].dtype) for i in own),
+            plgpu.Barrier(num_arrivals=len(rows), num_barriers=slots),
+            plgpu.Barrier(num_arrivals=max(1, len(shared)), num_barriers=1),
+            *scratch,
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **backend.cost(0, rows, shared, numbers, out_types),
+    )(*rows, *shared, *numbers)
