@@ -4,9 +4,9 @@ The logits of a batch are its largest tensor: 16,384 tokens of a 128,256-word vo
 7.8 GiB in float32, and the loss needs two numbers of each row, the log-sum-exp and the logit of
 the label. So the head's matmul is part of the loss. Who computes it:
 
-  Hopper, bfloat16 and float16   the kernels of `cross_entropy_mosaic.py`: a tile of logits lives
-                                 in registers, the log-sum-exp is summed as tiles go by
-  all else                       XLA by chunks of positions, `cross_entropy_xla.py`
+  Hopper, bfloat16 and float16   the kernels of `kernels.py`: a tile of logits lives in registers,
+                                 the log-sum-exp is summed as tiles go by
+  all else                       XLA by chunks of positions, `xla.py`
 
 Everything that is not a matmul over words (labels that are ignored, smoothing, z-loss, sums,
 shards of the vocabulary) is plain JAX on one number a token. That leaves one function to
@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cross_entropy_mosaic as mosaic
-from pallas_kernels import cross_entropy_xla as xla
 from pallas_kernels import dispatch
-from pallas_kernels.cross_entropy_xla import IGNORED, Options, Terms
+from pallas_kernels.cross_entropy import mosaic, xla
+from pallas_kernels.cross_entropy.xla import IGNORED, Options, Terms
 from pallas_kernels.manual_axes import vary_alike
 
 # Logits of one chunk on XLA, in elements: 512 MiB of float32.

@@ -1,4 +1,4 @@
-"""The kernels of linear cross-entropy on Hopper; see `cross_entropy.py`.
+"""The kernels of linear cross-entropy on Hopper; `mosaic.py` says what they are for.
 
 Both make the logits of a tile, 128 tokens by 256 words, as a matmul does: one warpgroup brings
 hidden states and words through TMA into a ring of shared memory, two multiply, with 64 tokens
@@ -8,19 +8,7 @@ each. What they do with a tile is different:
             number for each token and block is all that is written
   backward  makes the gradient of the logits of it, and writes that in 16 bits
 
-The vocabulary goes through in slices of some thousand words. A slice's gradient of the logits,
-`d`, is held while XLA makes two matmuls of it: `d^T hidden`, which is the gradient of the slice's
-words, complete and written once, and `d words`, which is added to that of hidden in float32. So
-no two blocks add to the same number: there are no locks, no atomics, and no sum hangs on the
-order in which blocks run. A kernel without that buffer would either make the logits D / 256 times
-or add gradients of hidden in memory.
-
-Slices are whole tiles and of one size. Where they do not divide the vocabulary the last begins
-earlier, in words that were there before, and these are masked; so the head is never copied as a
-whole, neither to pad it nor to cast it. Fewer words than a tile are padded. So are tokens, to 128,
-and widths, to 64.
-
-Legend: N tokens, D width, V words, S blocks along a slice.
+Legend: N tokens, D width, W words of a slice, S blocks along it.
 """
 
 import math
@@ -36,17 +24,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import backend
-from pallas_kernels.cross_entropy_xla import Options, Terms, capped, lift
-from pallas_kernels.manual_axes import vary_alike
+from pallas_kernels.cross_entropy.xla import Options
 
 CONSUMERS = 2  # warpgroups that multiply; one more loads
 ROWS = 64  # tokens of one, M of wgmma
 TOKENS = CONSUMERS * ROWS  # of a tile
 INNER = 64  # of D in a buffer: a row of the 128-byte swizzle
-BLOCKS = 512  # a launch should have, for the last ones not to leave a GPU of 132 cores idle
 SLICE_COST = 160  # words: the FLOP rate of a H200 over its bandwidth
 LOG2_E = math.log2(math.e)
 ROW = plgpu.Layout.WGMMA.reduce(1)
+LAYOUT = plgpu.TilingTransform((8, INNER)), plgpu.SwizzleTransform(128)
 
 
 @dataclass(frozen=True)
@@ -56,22 +43,25 @@ class Tiles:
     Attributes:
       words: of a tile.
       stages: buffers in the ring.
-      slice_bytes: of a slice's gradient of logits, at most,
+      slice_bytes: of a slice's words and of the gradient of its logits, each, at most,
       slice_words: unless a slice would have fewer words than these.
+      blocks: of a launch, at least, so that the last to run do not leave many of 132 cores idle.
     """
 
     words: int = 256
     stages: int = 4
     slice_bytes: int = 2**27
     slice_words: int = 2048
+    blocks: int = 512
 
-    def slices(self, tokens: int, words: int) -> tuple[int, int]:
+    def slices(self, tokens: int, width: int, words: int) -> tuple[int, int]:
         """How many slices of a vocabulary, and the words of each.
 
         Slices cost what they hold beyond the vocabulary, and each about `SLICE_COST` words:
         the gradient of hidden is read and written, 8 D bytes a token, against 8 D FLOP a word.
         """
-        limit = max(self.slice_bytes // (2 * tokens), self.slice_words) // self.words
+        limit = max(self.slice_bytes // (2 * max(tokens, width)), self.slice_words)
+        limit //= self.words
         least = -(-words // (limit * self.words))
         counts = range(least, 2 * least + 2)
         sizes = [(n, -(-words // (n * self.words)) * self.words) for n in counts]
@@ -80,132 +70,8 @@ class Tiles:
         return min(fitting, key=cost, default=(1, self.words))
 
 
-FORWARD, BACKWARD = Tiles(stages=4), Tiles(stages=3)  # the backward pass stores a tile
-
-
-def forward(
-    options: Options,
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T R"],
-    tiles: Tiles | None = None,
-) -> Terms:
-    """As `cross_entropy_xla.forward`."""
-    tiles = tiles or FORWARD
-    batch, length, width = hidden.shape
-    tokens = batch * length
-    x = _padded(hidden.reshape(tokens, width))
-    count, size = tiles.slices(len(x), len(head))
-
-    def step(carry, i):
-        start, low = _slice(i, size, len(head))
-        words = _words(head, x, start, size)
-        lse, *sums = _forward_call(options, tiles, len(head), x, words, low)
-        lse = jnp.logaddexp(carry[0], jax.nn.logsumexp(lse, axis=0))
-        return (lse, *(old + new.sum(0) for old, new in zip(carry[1:], sums))), None
-
-    zeros, *_ = vary_alike(jnp.zeros(len(x), jnp.float32), x, head)
-    start = (zeros - jnp.inf, zeros)[: 1 + bool(options.label_smoothing)]
-    (lse, *sums), _ = lax.scan(step, start, jnp.arange(count))
-    rows = lambda vector: vector[:tokens].reshape(batch, length)
-    mean = rows(sums[0]) / len(head) if sums else None
-    return Terms(rows(lse), _targets(options, hidden, head, labels), mean)
-
-
-def backward(
-    options: Options,
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "V D"],
-    labels: Int[Array, "B T R"],
-    lse: Float[Array, "B T"],
-    cotangents: Terms,
-    tiles: Tiles | None = None,
-) -> tuple[Float[Array, "B T D"], Float[Array, "V D"]]:
-    """As `cross_entropy_xla.backward`."""
-    tiles = tiles or BACKWARD
-    tokens, width = labels.shape[0] * labels.shape[1], hidden.shape[-1]
-    x = _padded(hidden.reshape(tokens, width))
-    count, size = tiles.slices(len(x), len(head))
-    factor = lift(hidden.dtype, cotangents)
-    ct = jax.tree.map(lambda array: array * factor, cotangents)
-    if ct.mean is not None:
-        ct = ct._replace(mean=ct.mean / len(head))
-
-    def rows(array):  # [B, T, ...] -> [N, ...]
-        array = array.reshape(tokens, *array.shape[2:])
-        return jnp.pad(array, [(0, len(x) - tokens)] + [(0, 0)] * (array.ndim - 1))
-
-    labels_NR, at_labels_NR = rows(labels), rows(_at_labels(options, hidden, head, labels, lse, ct))
-    vectors = rows(lse * LOG2_E), rows(ct.lse), None if ct.mean is None else rows(ct.mean)
-
-    def step(carry, i):
-        d_x, d_head = carry
-        start, low = _slice(i, size, len(head))
-        words = _words(head, x, start, size)
-        d = _backward_call(options, tiles, len(head), x, words, *vectors)
-        column = labels_NR - start
-        column = jnp.where((column >= 0) & (column < size), column, size)  # dropped
-        token = lax.broadcasted_iota(column.dtype, column.shape, 0)
-        d = d.at[token, column].set(at_labels_NR.astype(d.dtype), mode="drop")
-        dot = partial(lax.dot_general, preferred_element_type=jnp.float32)
-        d_words = dot(d, x, (((0,), (0,)), ((), ()))) / factor
-        d_words = d_words[: len(head), :width].astype(head.dtype)
-        d_head = lax.dynamic_update_slice_in_dim(d_head, d_words, start, 0)
-        # Words of the slice before gave hidden their gradient there.
-        new = jnp.where(lax.broadcasted_iota(jnp.int32, words.shape, 0) >= low, words, 0)
-        return (d_x + dot(d, new, (((1,), (0,)), ((), ()))), d_head), None
-
-    start = jnp.zeros(x.shape, jnp.float32), jnp.zeros(head.shape, head.dtype)
-    start = vary_alike(*start, x, head)[:2]
-    (d_x, d_head), _ = lax.scan(step, start, jnp.arange(count))
-    d_hidden = (d_x[:tokens, :width] / factor).astype(hidden.dtype)
-    return d_hidden.reshape(hidden.shape), d_head
-
-
-def _padded(x: Array) -> Array:
-    """Tokens and widths to whole tiles, one at least."""
-    tokens, width = (max(n, 1) for n in x.shape)
-    pads = -tokens % TOKENS + tokens - x.shape[0], -width % INNER + width - x.shape[1]
-    return jnp.pad(x, [(0, n) for n in pads])
-
-
-def _slice(i: Array, size: int, words: int) -> tuple[Array, Array]:
-    """Where a slice begins, and how many of its words were in the one before."""
-    start = jnp.maximum(jnp.minimum(i * size, words - size), 0)
-    return start, i * size - start
-
-
-def _words(head, x, start, size) -> Array:
-    """A slice of the head, in the dtype of x and as wide."""
-    part = lax.dynamic_slice_in_dim(head, start, min(size, len(head))).astype(x.dtype)
-    return jnp.pad(part, [(0, size - len(part)), (0, x.shape[1] - part.shape[1])])
-
-
-def _targets(options, hidden, head, labels) -> Float[Array, "B T R"]:
-    """The label's logit: what the kernel has for it, up to the order of a float32 sum."""
-
-    def rounded(x):
-        # As the kernel sees it. XLA takes a cast to 16 bits and back for no cast at all.
-        bits = jnp.finfo(hidden.dtype).nmant
-        return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=bits)
-
-    words = head[jnp.clip(labels, 0, len(head) - 1)]
-    return capped(options, (rounded(hidden)[:, :, None] * rounded(words)).sum(-1))
-
-
-def _at_labels(options, hidden, head, labels, lse, ct) -> Float[Array, "B T R"]:
-    """The gradient of the labels' logits; that of labels that a token has twice is one number."""
-    target = _targets(options, hidden, head, labels)
-    d = jnp.exp(target - lse[..., None]) * ct.lse[..., None]
-    if ct.mean is not None:
-        d += ct.mean[..., None]
-    same = labels[..., :, None] == labels[..., None, :]
-    d += jnp.where(same, ct.target[..., None, :], 0.0).sum(-1)
-    return d if options.soft_cap is None else d * (1 - (target / options.soft_cap) ** 2)
-
-
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
     """What a kernel knows while it is traced, and what the two have in common."""
 
     options: Options
@@ -213,14 +79,25 @@ class _Shape:
     tokens: int
     size: int  # words of a slice
     width: int
-    high: int  # words of a slice that are not padding
+    vocabulary: int
+
+    @classmethod
+    def of(cls, options: Options, tiles: Tiles, vocabulary: int, x: Array, words: Array) -> "Shape":
+        return cls(options, tiles, len(x), len(words), x.shape[1], vocabulary)
+
+    @property
+    def high(self) -> int:
+        """Words of a slice that are not padding."""
+        return min(self.size, self.vocabulary)
 
     @property
     def splits(self) -> int:
-        """Blocks along a slice: the fewest, of equal work, that make `BLOCKS` of them."""
+        """Blocks along a slice: the fewest, of equal work, that make enough of them."""
         tiles = self.size // self.tiles.words
         divisors = [n for n in range(1, tiles + 1) if tiles % n == 0]
-        return next((n for n in divisors if n * (self.tokens // TOKENS) >= BLOCKS), tiles)
+        return next(
+            (n for n in divisors if n * (self.tokens // TOKENS) >= self.tiles.blocks), tiles
+        )
 
     @property
     def count(self) -> int:
@@ -286,10 +163,9 @@ class _Shape:
 
     def call(self, body, name: str, out: list, scratch: list, x, *operands) -> Any:
         """The kernel, with a ring of buffers and its barriers before its own scratch memory."""
-        layout = plgpu.TilingTransform((8, INNER)), plgpu.SwizzleTransform(128)
         stages = self.tiles.stages
         ring = [
-            plgpu.SMEM((stages, rows, INNER), x.dtype, transforms=layout)
+            plgpu.SMEM((stages, rows, INNER), x.dtype, transforms=LAYOUT)
             for rows in (TOKENS, self.tiles.words)
         ]
         barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2
@@ -310,23 +186,39 @@ class _Shape:
         )(x, *operands)
 
 
-def _forward_call(options, tiles, words_in_all, x, words, low) -> list[Array]:
-    """For each block and token its log-sum-exp and, for smoothing, its sum of logits: [S, N].
+def log_sum_exp(
+    options: Options,
+    tiles: Tiles,
+    vocabulary: int,
+    x: Float[Array, "N D"],
+    words: Float[Array, "W D"],
+    low: Int[Array, ""],
+) -> list[Float[Array, "S N"]]:
+    """What each block finds over its part of a slice.
 
-    Of the words of a slice from `low` on.
+    Args:
+      options: soft_cap, label_smoothing.
+      tiles: how to cut.
+      vocabulary: words in all.
+      x: hidden states, a multiple of 128 of them, D a multiple of 64; bfloat16 or float16.
+      words: a slice of the head in x's dtype, whole tiles.
+      low: its first words that are not counted.
+
+    Returns:
+      The log-sum-exp of the logits and, for label smoothing, their sum.
     """
-    shape = _Shape(options, tiles, len(x), len(words), x.shape[1], min(len(words), words_in_all))
+    shape = Shape.of(options, tiles, vocabulary, x, words)
     results = 1 + bool(options.label_smoothing)
     out = [jax.ShapeDtypeStruct((shape.splits, len(x)), jnp.float32)] * results
     scratch = [plgpu.SMEM((CONSUMERS, ROWS), jnp.float32)] * results
-    masked = words_in_all % len(words) != 0
-    body = partial(_forward_kernel, results, masked)
+    body = partial(_forward_kernel, results)
     return shape.call(body, "cross_entropy_forward", out, scratch, x, words, low[None])
 
 
-def _forward_kernel(results, masked, shape, x, words, low, *refs):
+def _forward_kernel(results, shape, x, words, low, *refs):
     options = shape.options
     outs, ring, smems = refs[:results], refs[results : results + 4], refs[results + 4 :]
+    masked = shape.vocabulary % shape.size != 0
     me = lax.axis_index("warpgroup")
     pl.when(me == CONSUMERS)(lambda: shape.produce(x, words, *ring))
 
@@ -366,14 +258,30 @@ def _forward_kernel(results, masked, shape, x, words, low, *refs):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _backward_call(
-    options, tiles, words_in_all, x, words, lse2, d_lse, d_mean
-) -> Float[Array, "N size"]:
-    """The gradient of a slice's logits, but for what labels add: of padding it is 0."""
-    shape = _Shape(options, tiles, len(x), len(words), x.shape[1], min(len(words), words_in_all))
+def d_logits(
+    options: Options,
+    tiles: Tiles,
+    vocabulary: int,
+    x: Float[Array, "N D"],
+    words: Float[Array, "W D"],
+    lse2: Float[Array, "N"],
+    d_lse: Float[Array, "N"],
+    d_mean: Float[Array, "N"] | None,
+) -> Float[Array, "N W"]:
+    """The gradient of a slice's logits, but for what the labels add; zero for padding.
+
+    Args:
+      options, tiles, vocabulary, x, words: as for `log_sum_exp`.
+      lse2: log-sum-exp of the logits over the vocabulary, times log2(e).
+      d_lse: gradient of the log-sum-exp.
+      d_mean: gradient of the mean logit, divided by the vocabulary.
+
+    Returns:
+      `softmax * d_lse + d_mean`, times the derivative of the cap; in x's dtype.
+    """
+    shape = Shape.of(options, tiles, vocabulary, x, words)
     out = [jax.ShapeDtypeStruct((len(x), len(words)), x.dtype)]
-    layout = plgpu.TilingTransform((8, INNER)), plgpu.SwizzleTransform(128)
-    scratch = [plgpu.SMEM((CONSUMERS, ROWS, tiles.words), x.dtype, transforms=layout)]
+    scratch = [plgpu.SMEM((CONSUMERS, ROWS, tiles.words), x.dtype, transforms=LAYOUT)]
     operands = words, lse2, d_lse, d_mean
     (d,) = shape.call(_backward_kernel, "cross_entropy_backward", out, scratch, x, *operands)
     return d

@@ -1,4 +1,4 @@
-"""Linear cross-entropy in plain JAX, by chunks of positions; see `cross_entropy.py`.
+"""Linear cross-entropy in plain JAX, by chunks of positions; see `api.py`.
 
 A chunk's logits live as long as the chunk. Where the loss is one sum, its cotangent is a scalar
 that can multiply afterwards; so its gradient is taken in the forward pass, while the logits are
@@ -25,7 +25,7 @@ IGNORED = -1  # a label where nothing is to be predicted
 
 @dataclass(frozen=True)
 class Options:
-    """What `cross_entropy.linear_cross_entropy` takes, as one hashable value."""
+    """What `linear_cross_entropy` takes, as one hashable value."""
 
     z_loss: float
     soft_cap: float | None
