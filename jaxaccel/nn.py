@@ -1,7 +1,7 @@
 """A Llama-family decoder in Flax NNX: the released Llama, Mistral and Qwen architecture.
 
 The model knows no technique. What a technique replaces is an argument with a plain
-default: the matmul (`dot_general`), the attention, the norm, the loop over layers
+default: the matmul (`dot_general`), the attention, norm and activation, the loop over layers
 (`scan`) and the placing of activations (`constrain`). A module is a pytree; plain JAX
 transforms it.
 
@@ -15,7 +15,7 @@ C head size, F width of the MLP, V vocabulary, L stack of layers.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from pallas_kernels import rms_norm as rms_norm_op
 from pallas_kernels import swiglu as swiglu_op
 
 __all__ = [
+    "Between",
     "Decoder",
     "DecoderConfig",
     "Layer",
@@ -143,7 +144,8 @@ class Norm(nnx.Module):
 def _shared_state(readers: tuple[Linear, ...]) -> Any:
     """The matmul state of linears with one input, if all have one: that of the first."""
     states = [reader.matmul_state for reader in readers]
-    return states[0].get_value() if states and None not in states else None
+    known = [state.get_value() for state in states if state is not None]
+    return known[0] if known and len(known) == len(states) else None
 
 
 def rms_norm(
@@ -158,6 +160,20 @@ def gated(activation: str) -> Callable[..., Array]:
     if activation == "silu":
         return lambda gate, up, state=None: swiglu_op.swiglu(gate, up)
     return lambda gate, up, state=None: ACTIVATIONS[activation](gate) * up
+
+
+class Between(NamedTuple):
+    """What a layer computes between its matmuls.
+
+    Attributes:
+      norm: `(x, scale, epsilon, *, residual, state) -> y`; with a residual, `x` plus that and
+        `y`. The state is that of the matmuls that read `y`, None unless all have one; they are
+        given `y` as it is.
+      glu: `(gate, up, *, state) -> y`. None: the configured activation of gate, times up.
+    """
+
+    norm: Callable = rms_norm
+    glu: Callable | None = None
 
 
 class Layer(nnx.Module):
@@ -176,8 +192,7 @@ class Layer(nnx.Module):
         rngs: nnx.Rngs,
         dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
-        norm: Callable,
-        glu: Callable,
+        between: Between,
     ):
         c, shapes = config, linear_shapes(config)
         # Output projections start smaller, so that the stream's variance does not grow
@@ -197,7 +212,7 @@ class Layer(nnx.Module):
             )
 
         def make_norm(size, axis):
-            return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=norm)
+            return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=between.norm)
 
         self.attention_norm = make_norm(c.width, "embed")
         self.query = linear("query", ("embed", "heads"), bias=c.qkv_bias)
@@ -210,7 +225,8 @@ class Layer(nnx.Module):
         self.gate = linear("gate", ("embed", "mlp"))
         self.up = linear("up", ("embed", "mlp"))
         self.down = linear("down", ("mlp", "embed"), scale=out_scale)
-        self.config, self.window, self.attention, self.glu = c, window, attention, glu
+        self.config, self.window, self.attention = c, window, attention
+        self.glu = between.glu or gated(c.activation)
 
     def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
@@ -259,10 +275,7 @@ class Decoder(nnx.Module):
       dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature; or one for each
         name of `linear_shapes`.
       attention: with `pallas_kernels.attention.attention`'s signature.
-      norm: `(x, scale, epsilon, *, residual, state) -> y`; with a residual, `x` plus that and
-        `y`. The state is that of the matmuls that read `y`, None unless all have one; they are
-        given `y` as it is.
-      glu: `(gate, up, *, state) -> y`; the configured activation of gate, times up.
+      between: norm and gated activation of the layers.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
       constrain: `(x, logical axes) -> x`, to place activations on a mesh.
 
@@ -282,8 +295,7 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
-        norm: Callable = rms_norm,
-        glu: Callable | None = None,
+        between: Between = Between(),  # noqa: B008 (immutable)
         scan: Callable = jax.lax.scan,
         constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
     ):
@@ -303,11 +315,11 @@ class Decoder(nnx.Module):
                 rngs=rngs,
                 dot_general=dot_general,
                 attention=attention,
-                norm=norm,
-                glu=glu or gated(c.activation),
+                between=between,
             )
             for window in c.windows
         )
+        norm = between.norm
         self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
         self.config, self.dtype, self.scan, self.constrain = c, dtype, scan, constrain
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, precision, remat, sharding
 from jaxaccel.fp8 import DelayedState, Quantized, Scaling
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.nn import Between, Decoder, DecoderConfig
 from jaxaccel.precision import LossScale, LossScaleConfig
 from jaxaccel.remat import Policy
 from pallas_kernels.attention import attention
@@ -141,23 +141,18 @@ def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> d
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 
-def _layer_ops(model: DecoderConfig, mesh: Mesh) -> tuple[Callable, Callable]:
-    """Norm and gated activation, on the rows of each device."""
-    on_shards = sharding.rows_on_shards
-    return on_shards(nn.rms_norm, mesh), on_shards(nn.gated(model.activation), mesh, "mlp")
-
-
-def _fused_casts(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> dict[str, Callable]:
-    """Norm and gated activation that cast to FP8 themselves; where the recipe knows the scale."""
-    if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
-        return {}
+def _between(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> tuple[Between, Between]:
+    """Norm and activation on each device's rows: plain ones, and those that cast to FP8."""
     on_shards = functools.partial(sharding.rows_on_shards, mesh=mesh)
+    plain = Between(on_shards(nn.rms_norm), on_shards(nn.gated(model.activation), last="mlp"))
+    if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
+        return plain, plain  # the scale is not known beforehand
     norms = {"plain": on_shards(rms_norm), "fp8": on_shards(rms_norm_fp8)}
-    ops = {"norm": functools.partial(fp8_fused.rms_norm, **norms)}
+    casting = plain._replace(norm=functools.partial(fp8_fused.rms_norm, **norms))
     if model.activation == "silu":
         glus = {"plain": on_shards(swiglu, last="mlp"), "fp8": on_shards(swiglu_fp8, last="mlp")}
-        ops["glu"] = functools.partial(fp8_fused.swiglu, **glus)
-    return ops
+        casting = casting._replace(glu=functools.partial(fp8_fused.swiglu, **glus))
+    return plain, casting
 
 
 def _loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
@@ -231,7 +226,7 @@ def make_train_step(
     dtype = precision.COMPUTE_DTYPES[config.precision]
     implementation = None if config.attention == "auto" else config.attention
     attend = functools.partial(attention, implementation=implementation)
-    norm, glu = _layer_ops(model, mesh)
+    between, casting = _between(model, config, mesh)
     plain = functools.partial(
         Decoder,
         model,
@@ -241,13 +236,12 @@ def make_train_step(
         #    rows, and the layers' matmuls are plain or FP8. Scales that are not known yet are
         #    found once, by `warm_up`; a step relies on them, and casts where the values are made.
         attention=sharding.attention_on_shards(attend, mesh, model.kv_heads),
-        norm=norm,
-        glu=glu,
+        between=between,
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
-    fused = _fused_casts(model, config, mesh)
-    build = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=False), **fused)
+    dots = _matmuls(model, config, warm_start=False)
+    build = functools.partial(plain, dot_general=dots, between=casting)
     build_cold = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=True))
     split = lambda build: nnx.split(
         jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param, nn.NextValue

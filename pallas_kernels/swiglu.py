@@ -1,10 +1,12 @@
 """The gated activation of Llama-like models, `silu(gate) * up` (arXiv:2002.05202): one pass.
 
-XLA fuses the forward pass and is at memory's limit there. The kernel is for what it does not
-do: both gradients from one read of gate, up and the output's gradient, with the activation
-computed anew instead of kept; and an output in eight bits with its largest magnitude, which
-otherwise costs the cast a pass, and the magnitude another. The arithmetic is elementwise, so
-arrays of any shape are one long run of elements, cut into pieces of 2048 (`streaming`).
+XLA's own fusion is at memory's limit: it makes both gradients in one pass, fuses the activation
+that rematerialisation repeats into that pass, and casts of the gradients too, where a kernel is
+closed to what is around it. Compiled for an H200, a layer of Llama-1B moves 2,288 MiB of [B, T, F]
+arrays with XLA's and 2,640 MiB with the kernels, 4 x 4096 tokens. So by default XLA computes it.
+The kernel is the default for the output in eight bits with its largest magnitude, which costs XLA
+a pass for the cast and reads for the magnitude. The arithmetic is elementwise, so arrays of any
+shape are one long run of elements, cut into pieces of 2048 (`streaming`).
 """
 
 import math
@@ -49,9 +51,7 @@ def swiglu(
     Args:
       gate: any float dtype.
       up: shape and dtype of `gate`.
-      implementation: "mosaic_gpu", the kernels for Hopper; "xla"; None: the kernels in
-        programs for Hopper if the number of elements is a multiple of 2048. Asked for, they
-        pad others.
+      implementation: "mosaic_gpu", the kernels for Hopper; "xla", which is also None's choice.
 
     Returns:
       The shape and dtype of `gate`.
@@ -83,7 +83,9 @@ def swiglu_fp8(
       gate: any float dtype.
       up: shape and dtype of `gate`.
       cast_scale: float32; the output is held as multiples of it, see `fp8_output.to_fp8`.
-      implementation: as of `swiglu`.
+      implementation: "mosaic_gpu", the kernels for Hopper; "xla"; None: the kernel forward,
+        in programs for Hopper if the number of elements is a multiple of 2048, XLA backward.
+        Asked for, the kernels pad others.
 
     Returns:
       The output, whose gradient is that of its `like`; `cast_scale` has none.
@@ -128,6 +130,8 @@ def _swiglu(implementation, gate, up, cast_scale):
 def _swiglu_forward(implementation, gate, up, cast_scale):
     inverse_cast = None if cast_scale is None else fp8_output.inverse_scale(cast_scale)
     unfit = _unfit(implementation, gate, up)
+    if cast_scale is None:
+        implementation = implementation or "xla"
     y, top = dispatch.choose(
         implementation, forward_kernel, _plain_forward, gate, up, inverse_cast, unfit=unfit
     )
@@ -142,7 +146,7 @@ def _swiglu_backward(implementation, saved, dy):
     dy = dy if cast_scale is None else dy.like
     unfit = _unfit(implementation, gate, up)
     dgate, dup = dispatch.choose(
-        implementation, backward_kernel, _plain_backward, gate, up, dy, unfit=unfit
+        implementation or "xla", backward_kernel, _plain_backward, gate, up, dy, unfit=unfit
     )
     return dgate, dup, None if cast_scale is None else jnp.zeros_like(cast_scale)
 

@@ -131,8 +131,8 @@ def test_a_decoder_shares_casts_and_keeps_eight_bits():
 
     def decoder(**dots):
         dots = dict.fromkeys(nn.linear_shapes(config), DOT) | dots
-        ops = {"norm": spy("norm", fp8_fused.rms_norm), "glu": spy("glu", fp8_fused.swiglu)}
-        return nn.Decoder(config, rngs=nnx.Rngs(0), dot_general=dots, **ops)
+        between = nn.Between(spy("norm", fp8_fused.rms_norm), spy("glu", fp8_fused.swiglu))
+        return nn.Decoder(config, rngs=nnx.Rngs(0), dot_general=dots, between=between)
 
     tokens = jnp.zeros((1, 5), jnp.int32)
     jax.eval_shape(lambda: decoder()(tokens))

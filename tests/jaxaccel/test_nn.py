@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxaccel import names, sharding
-from jaxaccel.nn import Decoder, DecoderConfig, RopeScaling, rope_frequencies
+from jaxaccel.nn import Between, Decoder, DecoderConfig, RopeScaling, rope_frequencies
 
 BASE = DecoderConfig(
     vocab_size=29, layers=2, width=20, heads=6, kv_heads=2, head_size=8, mlp_width=27
@@ -385,7 +385,7 @@ def test_what_a_technique_replaces_is_called():
         rngs=nnx.Rngs(0),
         dot_general=spy("dot_general", jax.lax.dot_general),
         attention=spy("attention", layer.attention),
-        norm=spy("norm", plain.final_norm.norm),
+        between=Between(spy("norm", plain.final_norm.norm), spy("glu", layer.glu)),
         scan=spy("scan", jax.lax.scan),
         constrain=spy("constrain", lambda x, axes: x),
     )
@@ -393,7 +393,14 @@ def test_what_a_technique_replaces_is_called():
     jax.eval_shape(spied, tokens)
     counts = {name: called.count(name) for name in called}
     # One traced layer: 7 matmuls, 2 norms and the final one.
-    assert counts == {"dot_general": 7, "attention": 1, "norm": 3, "scan": 1, "constrain": 2}
+    assert counts == {
+        "dot_general": 7,
+        "attention": 1,
+        "norm": 3,
+        "glu": 1,
+        "scan": 1,
+        "constrain": 2,
+    }
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():

@@ -161,14 +161,21 @@ def kernels_of(compiled):
 
 @pytest.mark.target
 def test_the_device_that_is_lowered_for_decides():
-    def kernels(name, shape, **options):
-        x = jax.ShapeDtypeStruct(shape, BF16)
-        run = partial(values_and_gradients, partial(swiglu, **options))
+    def kernels(name, shape, fp8=False, **options):
+        x, scale = jax.ShapeDtypeStruct(shape, BF16), jnp.float32(1)
+
+        def run(gate, up, dy):
+            if fp8:
+                return swiglu_fp8(gate, up, scale, **options)[1:]
+            return values_and_gradients(partial(swiglu, **options), gate, up, dy)
+
         return len(kernels_of(target.parse(name).compile(jax.jit(run), x, x, x)))
 
-    assert kernels("h200", (2, 3, 2048)) == 2
-    assert kernels("h200", (2, 3, 2000)) == 0  # XLA needs no padding
-    assert kernels("a100", (2, 3, 2048)) == 0
+    assert kernels("h200", (2, 3, 2048)) == 0  # XLA is at the limit
+    assert kernels("h200", (2, 3, 2048), implementation="mosaic_gpu") == 2
+    assert kernels("h200", (2, 3, 2048), fp8=True) == 1
+    assert kernels("h200", (2, 3, 2000), fp8=True) == 0  # XLA needs no padding
+    assert kernels("a100", (2, 3, 2048), fp8=True) == 0
     with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU.*lowered for NVIDIA B200"):
         kernels("b200", (2048,), implementation="mosaic_gpu")
 
@@ -197,7 +204,7 @@ def test_each_device_of_a_shard_map_runs_the_kernels():
     over = jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P("data"), P()), out_specs=P())
     step = jax.jit(jax.value_and_grad(over, argnums=(0, 1)))
     scale = jax.ShapeDtypeStruct((), F32, sharding=jax.NamedSharding(mesh, P()))
-    assert len(kernels_of(gpus.compile(step, x, x, scale))) == 2
+    assert len(kernels_of(gpus.compile(step, x, x, scale))) == 1  # XLA's backward pass
 
 
 def test_without_a_gpu_it_is_the_reference():
