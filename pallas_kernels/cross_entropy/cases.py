@@ -54,7 +54,7 @@ def traffic(
     """
     tiles = tiles or (mosaic.BACKWARD if backward else mosaic.FORWARD)
     tokens, width = mosaic.padded(N, kernels.TOKENS), mosaic.padded(D, kernels.INNER)
-    slices, size = tiles.slices(tokens, width, V)
+    slices, size = tiles.slices(max(tokens, width) if backward else width, V)
     shape = kernels.Shape(_PLAIN, tiles, tokens, size, width, V)
     blocks = tokens // kernels.TOKENS * shape.splits
     loads = blocks * shape.count * (kernels.TOKENS + tiles.words) * width * 2

@@ -30,7 +30,8 @@ CONSUMERS = 2  # warpgroups that multiply; one more loads
 ROWS = 64  # tokens of one, M of wgmma
 TOKENS = CONSUMERS * ROWS  # of a tile
 INNER = 64  # of D in a buffer: a row of the 128-byte swizzle
-SLICE_COST = 160  # words: the FLOP rate of a H200 over its bandwidth
+# In words, of 8 D FLOP a token; adding a slice's gradient of hidden moves 8 D bytes a token.
+SLICE_COST = 160
 LOG2_E = math.log2(math.e)
 ROW = plgpu.Layout.WGMMA.reduce(1)
 LAYOUT = plgpu.TilingTransform((8, INNER)), plgpu.SwizzleTransform(128)
@@ -43,25 +44,28 @@ class Tiles:
     Attributes:
       words: of a tile.
       stages: buffers in the ring.
-      slice_bytes: of a slice's words and of the gradient of its logits, each, at most,
+      slice_bytes: of what is held of a slice of the vocabulary, at most,
       slice_words: unless a slice would have fewer words than these.
       blocks: of a launch, at least, so that the last to run do not leave many of 132 cores idle.
     """
 
-    words: int = 256
-    stages: int = 4
-    slice_bytes: int = 2**27
+    words: int
+    stages: int
+    slice_bytes: int
     slice_words: int = 2048
     blocks: int = 512
 
-    def slices(self, tokens: int, width: int, words: int) -> tuple[int, int]:
+    def slices(self, held: int, words: int) -> tuple[int, int]:
         """How many slices of a vocabulary, and the words of each.
 
-        Slices cost what they hold beyond the vocabulary, and each about `SLICE_COST` words:
-        the gradient of hidden is read and written, 8 D bytes a token, against 8 D FLOP a word.
+        Slices cost what they hold beyond the vocabulary, and each about `SLICE_COST` words.
+
+        Args:
+          held: elements of a slice for each word: D, of a copy of the word in 16 bits; for the
+            backward pass also N, of the gradient of its logits, if that is more.
+          words: of the vocabulary.
         """
-        limit = max(self.slice_bytes // (2 * max(tokens, width)), self.slice_words)
-        limit //= self.words
+        limit = max(self.slice_bytes // (2 * held), self.slice_words) // self.words
         least = -(-words // (limit * self.words))
         counts = range(least, 2 * least + 2)
         sizes = [(n, -(-words // (n * self.words)) * self.words) for n in counts]
@@ -168,6 +172,7 @@ class Shape:
             plgpu.SMEM((stages, rows, INNER), x.dtype, transforms=LAYOUT)
             for rows in (TOKENS, self.tiles.words)
         ]
+        # Arrivals: two copies fill a buffer, two warpgroups give it up.
         barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=stages)] * 2
         return plgpu.kernel(
             partial(body, self),
@@ -231,7 +236,8 @@ def _forward_kernel(results, shape, x, words, low, *refs):
             top, total, *sums = carry
             s, factor = shape.logits(shape.multiply(n, me, *ring))
             if masked:
-                # Two numbers a tile, and an unmasked one is compared too: the loop is one.
+                # Every tile is compared, though most need not be: a second copy of the loop
+                # would save less than a hundredth of a tile's time.
                 column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
                 column += (first + n) * shape.tiles.words
                 shown = (column >= low[0]) & (column < shape.high)

@@ -29,10 +29,8 @@ from pallas_kernels.cross_entropy import kernels
 from pallas_kernels.cross_entropy.xla import Options, Terms, capped, lift
 from pallas_kernels.manual_axes import vary_alike
 
-FORWARD, BACKWARD = (
-    kernels.Tiles(stages=4),
-    kernels.Tiles(stages=3),
-)  # the backward pass stores a tile
+FORWARD = kernels.Tiles(words=256, stages=4, slice_bytes=2**26)
+BACKWARD = kernels.Tiles(words=256, stages=3, slice_bytes=2**27)  # it stores a tile
 
 
 def forward(
@@ -47,7 +45,7 @@ def forward(
     batch, length, width = hidden.shape
     tokens = batch * length
     x = _padded(hidden.reshape(tokens, width))
-    count, size = tiles.slices(*x.shape, len(head))
+    count, size = tiles.slices(x.shape[1], len(head))
 
     def step(carry, i):
         start, low = _slice(i, size, len(head))
@@ -77,7 +75,7 @@ def backward(
     tiles = tiles or BACKWARD
     tokens, width = labels.shape[0] * labels.shape[1], hidden.shape[-1]
     x = _padded(hidden.reshape(tokens, width))
-    count, size = tiles.slices(*x.shape, len(head))
+    count, size = tiles.slices(max(x.shape), len(head))
     factor = lift(hidden.dtype, cotangents)
     ct = jax.tree.map(lambda array: array * factor, cotangents)
     if ct.mean is not None:

@@ -218,7 +218,7 @@ def test_traffic_is_what_the_simulator_counts(sizes, smoothing):
 def test_a_tile_of_one_core_shares_all_that_it_loads_with_nobody():
     sizes = 256, 64, 640
     one = cases.traffic(*sizes, cores=1)
-    slices, size = SMALL.slices(256, 64, 640)
+    slices, size = SMALL.slices(64, 640)
     blocks = 2 * kernels.Shape(cases._PLAIN, SMALL, 256, size, 64, 640).splits
     tokens_once = slices * blocks * 128 * 64 * 2
     assert one.fetched == tokens_once + slices * 2 * size * 64 * 2 <= one.loads
@@ -282,7 +282,7 @@ def test_built_without_spills():
 
     def backward(options, tokens, width, words):
         tokens, width = mosaic.padded(tokens, 128), mosaic.padded(width, 64)
-        _, size = mosaic.BACKWARD.slices(tokens, width, words)
+        _, size = mosaic.BACKWARD.slices(max(tokens, width), words)
         vector = jax.ShapeDtypeStruct((tokens,), jnp.float32)
         function = lambda *args: kernels.d_logits(options, mosaic.BACKWARD, words, *args)
         mean = vector if options.label_smoothing else None
