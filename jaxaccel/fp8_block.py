@@ -74,26 +74,29 @@ def quantize_blocks(w_KN: Float[Array, "K N"], power_of_two: bool = False) -> Qu
     tiles = w_KN.reshape(w_KN.shape[0] // BLOCK, BLOCK, w_KN.shape[1] // BLOCK, BLOCK)
     amax = numerics.amax(tiles, (1, 3))
     scale = numerics.scale(amax, FORMAT, power_of_two=power_of_two)
-    values = numerics.cast(tiles, scale[:, None, :, None], FORMAT)
+    values = _cast(tiles, scale[:, None, :, None])
     return Quantized(values.reshape(w_KN.shape), scale, amax)
 
 
-def quantize_tiles(x_MK: Float[Array, "M K"], power_of_two: bool = False) -> Quantized:
-    """An activation or gradient in tiles of 1 x 128, along the dim to be contracted.
+def quantize_tiles(x_MK: Float[Array, "M K"], dim: int, power_of_two: bool = False) -> Quantized:
+    """An activation or gradient in tiles of 128 along the dim to be contracted.
 
     Args:
       x_MK: floating-point.
+      dim: 1, or 0 to contract over the rows.
       power_of_two: round scales up to powers of two.
 
     Returns:
-      Values padded with zeros to K a multiple of 128, a scale [M, k] for each tile.
+      With the dim to be contracted last: values padded with zeros to a multiple of 128 of it,
+      and a scale for each tile; [M, K] and [M, k], or [K, M] and [K, m].
     """
-    x_MK = _pad(x_MK, 1)
-    tiles = x_MK.reshape(x_MK.shape[0], x_MK.shape[1] // BLOCK, BLOCK)
-    amax = numerics.amax(tiles, 2)
+    x_MK = _pad(x_MK, dim)
+    shape = list(x_MK.shape)
+    tiles = x_MK.reshape(*shape[:dim], shape[dim] // BLOCK, BLOCK, *shape[dim + 1 :])
+    amax = numerics.amax(tiles, dim + 1)
     scale = numerics.scale(amax, FORMAT, power_of_two=power_of_two)
-    values = numerics.cast(tiles, scale[..., None], FORMAT)
-    return Quantized(values.reshape(x_MK.shape), scale, amax)
+    values = _cast(tiles, jnp.expand_dims(scale, dim + 1)).reshape(shape)
+    return Quantized(*((x if dim else x.T) for x in (values, scale, amax)))
 
 
 class _Static(NamedTuple):
@@ -112,15 +115,15 @@ def _matmul(static: _Static, x_MK, w_KN, weight: Quantized | None):
 def _matmul_fwd(static: _Static, x_MK, w_KN, weight: Quantized | None):
     weight = quantize_blocks(w_KN, static.power_of_two) if weight is None else weight
     w_NK = Quantized(weight.values.T, weight.scale.T, weight.amax.T)
-    out = _contract(quantize_tiles(x_MK, static.power_of_two), w_NK, static.out_dtype)
-    return out[:, : static.width], (quantize_tiles(x_MK.T, static.power_of_two), weight)
+    out = _contract(quantize_tiles(x_MK, 1, static.power_of_two), w_NK, static.out_dtype)
+    return out[:, : static.width], (quantize_tiles(x_MK, 0, static.power_of_two), weight)
 
 
 def _matmul_bwd(static: _Static, residuals, g_MN):
     x_KM, w_KN = residuals
     width = x_KM.values.shape[0]
-    dx = _contract(quantize_tiles(g_MN, static.power_of_two), w_KN, static.x_dtype)[:, :width]
-    dw = _contract(x_KM, quantize_tiles(g_MN.T, static.power_of_two), static.w_dtype)
+    dx = _contract(quantize_tiles(g_MN, 1, static.power_of_two), w_KN, static.x_dtype)[:, :width]
+    dw = _contract(x_KM, quantize_tiles(g_MN, 0, static.power_of_two), static.w_dtype)
     return dx, dw, None
 
 
@@ -133,6 +136,18 @@ def _contract(a: Quantized, b: Quantized, out_dtype: Any) -> Float[Array, "M N"]
         return fp8_matmul.block_scaled_matmul(
             a.values, a.scale, b.values, b.scale, out_dtype=out_dtype
         )
+
+
+def _cast(x: Array, scale: Array) -> Array:
+    """`numerics.cast` for a scale that was taken from these values.
+
+    A zero scale is one of zeros; an infinity makes its scale infinite and becomes NaN by itself.
+    Without the comparisons, of which XLA would write an array each, the cast is one pass, also
+    where it transposes. Zeros beside a NaN are NaN here: so is their scale.
+    """
+    scaled = x.astype(jnp.float32) * jnp.where(scale == 0, 0.0, 1 / scale)
+    edge = numerics.largest(FORMAT)
+    return jnp.clip(scaled, -edge, edge).astype(numerics.FORMATS[FORMAT])
 
 
 def _pad(x: Array, dim: int) -> Array:
