@@ -127,8 +127,9 @@ def stream(
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
         output may be an input; numbers and extra are references to the arrays below.
-      rows: each [N, C, 128], N at least 1.
-      outputs: of the same shape.
+      rows: each [N, C, 128], N at least 1; or [N, ...], a row at most 256 each way, and a
+        multiple of 16 bytes.
+      outputs: each of the shape of the rows whose place it takes, or else of the first.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
       numbers: small arrays that stay in memory, read element by element.
@@ -140,10 +141,11 @@ def stream(
     Returns:
       The outputs, [N, C, 128], then the extra results.
     """
-    count, lines, _ = rows[0].shape
+    count = len(rows[0])
     stages, workers = sizes.stages, sizes.workers
     groups = tuple(map(len, (rows, shared, numbers, outputs, extra, rows, shared)))
     own = [i for i, out in enumerate(outputs) if out.place is None]
+    out_shapes = [rows[out.place or 0].shape for out in outputs]
 
     def body(*refs):
         refs = iter(refs)
@@ -164,7 +166,7 @@ def stream(
         def load(i):
             row, slot = place(i)
             for x, buffer in zip(ins, buffers, strict=True):
-                plgpu.copy_gmem_to_smem(x.at[row], buffer.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(x.at[row], _of(buffer, slot, x), full.at[slot])
 
         @pl.when(me == 0)
         def load_shared():
@@ -179,7 +181,10 @@ def stream(
         def step(i, carry):
             row, slot = place(i)
             plgpu.barrier_wait(full.at[slot])
-            inputs, out = ([ref.at[slot] for ref in some] for some in (buffers, results))
+            inputs, out = (
+                [_of(ref, slot, x) for ref, x in zip(some, of, strict=True)]
+                for some, of in ((buffers, ins), (results, outs))
+            )
             carry = compute(carry, row, inputs, out, shared_smem, numbers_gmem, extra_gmem)
             plgpu.commit_smem()
             for k, (ref, x) in enumerate(zip(out, outs, strict=True)):
@@ -200,8 +205,11 @@ def stream(
 
     body.__name__ = compute.__name__
     slots = sizes.warpgroups * stages
-    ring = lambda dtype: plgpu.SMEM((slots, lines, LINE), dtype)
-    out_types = [jax.ShapeDtypeStruct(rows[0].shape, out.dtype) for out in outputs] + list(extra)
+    ring = lambda shape, dtype: plgpu.SMEM((slots, *_held(shape[1:], dtype)), dtype)
+    out_types = [
+        jax.ShapeDtypeStruct(shape, out.dtype)
+        for shape, out in zip(out_shapes, outputs, strict=True)
+    ] + list(extra)
     return plgpu.kernel(
         body,
         out_type=out_types,
@@ -210,9 +218,9 @@ def stream(
         num_threads=sizes.warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            *(ring(x.dtype) for x in rows),
+            *(ring(x.shape, x.dtype) for x in rows),
             *(plgpu.SMEM(x.shape, x.dtype) for x in shared),
-            *(ring(outputs[i].dtype) for i in own),
+            *(ring(out_shapes[i], outputs[i].dtype) for i in own),
             plgpu.Barrier(num_arrivals=len(rows), num_barriers=slots),
             plgpu.Barrier(num_arrivals=max(1, len(shared)), num_barriers=1),
             *scratch,
@@ -220,3 +228,16 @@ def stream(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         **backend.cost(0, rows, shared, numbers, out_types),
     )(*rows, *shared, *numbers)
+
+
+def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """A row's shape in shared memory, where TMA wants each at a multiple of 128 bytes."""
+    least = 128 // jnp.dtype(dtype).itemsize
+    return row if math.prod(row) % least == 0 else (*row[:-1], -(-row[-1] // least) * least)
+
+
+def _of(ring: Any, slot: Any, x: Any) -> Any:
+    """The part of a slot that holds a row of `x`."""
+    if ring.shape[1:] == x.shape[1:]:
+        return ring.at[slot]
+    return ring.at[slot, *(pl.ds(0, n) for n in x.shape[1:])]
