@@ -55,6 +55,7 @@ class Scalars(NamedTuple):
     correction1: Any  # 1 - b1**t
     correction2: Any
     seed: UInt[Array, ""]  # uint32, of this step and parameter
+    zero: UInt[Array, ""]  # uint32, 0: see `product`
 
 
 class Decay(NamedTuple):
@@ -79,8 +80,8 @@ def adam_8bit_update(
     With m and v decoded (in mode "stable" m is 0 beside a v of 0): `m' = b1 m + (1 - b1) g`,
     `v' = b2 v + (1 - b2) g^2`, direction `(m' / c1) / (sqrt(v' / c2 + eps_root) + eps)`.
 
-    Mode "stable": m's scales carry the sign of their block's extreme, v is rounded at random,
-    and never to 0 from above. Mode "bitsandbytes": scales are magnitudes, both round to nearest.
+    Mode "stable": m's scales carry the sign of their block's extreme, v is rounded at random
+    (`codes.encode`, geometric), and never to 0 from above. Mode "bitsandbytes": scales are magnitudes, both round to nearest.
 
     **Exactness**: approximate as the codes are, see `codes`; the direction is of the new
     moments before they are coded. Memory: no moment in float32.
@@ -105,7 +106,7 @@ def adam_8bit_update(
 
     Example:
       >>> zero = Coded(jnp.zeros(64, jnp.uint8), jnp.zeros(1))
-      >>> step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, jnp.uint32(0))
+      >>> step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, *jnp.zeros(2, jnp.uint32))
       >>> u, m, v = adam_8bit_update(jnp.full(64, -3.0), zero, zero, step, block=64)
       >>> round(float(u[0]), 5), m.codes[0].item(), round(float(m.scale[0]), 5)
       (-1.0, 255, -0.3)
@@ -150,7 +151,8 @@ def _step(implementation, block, mode, p, g, m, v, scalars, decay):
     missing = unfit(g, block, asked=implementation == "mosaic_gpu", parameter=p)
     dispatch.check(implementation, missing)
     numbers = _numbers(scalars, decay)
-    operands, tree = jax.tree.flatten((p, g, m, v, numbers, scalars.seed))
+    bits = jnp.stack([scalars.seed, scalars.zero])
+    operands, tree = jax.tree.flatten((p, g, m, v, numbers, bits))
     operands = jax.tree.unflatten(tree, manual_axes.vary_alike(*operands))
     forms = (partial(form, block, mode) for form in (kernel, plain))
     return dispatch.choose(implementation, *forms, *operands, unfit=missing)
@@ -222,10 +224,29 @@ def _numbers(s: Scalars, decay: Decay | None) -> Float[Array, " n"]:
     return jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
 
 
-def _new_moments(g, first, second, n, mode):
+def product(a: Array, b: Any, zero: UInt[Array, ""]) -> Array:
+    """`a * b`, rounded, in whatever sum it stands.
+
+    A compiler may fuse a multiplication into an addition, and does so in one program and not in
+    the next: a moment would differ in its last bit, and its code now and then. A zero that it
+    does not know to be one, combined with the bits of the product, is in its way.
+
+    Args:
+      a, b: float32.
+      zero: uint32, not a constant.
+
+    Returns:
+      float32.
+    """
+    bits = lax.bitcast_convert_type(a * b, jnp.uint32)
+    return lax.bitcast_convert_type(bits ^ zero, jnp.float32)
+
+
+def _new_moments(g, first, second, n, zero, mode):
     if mode == "stable":
         first = jnp.where(second == 0, 0.0, first)
-    return n.b1 * first + n.rest1 * g, n.b2 * second + n.rest2 * (g * g)
+    mean = lambda old, keep, new, rest: product(old, keep, zero) + product(new, rest, zero)
+    return mean(first, n.b1, g, n.rest1), mean(second, n.b2, g * g, n.rest2)
 
 
 def _result(p, first, second, n, mode):
@@ -258,9 +279,11 @@ def _coded(x, map, mode, noise, over, spread):
     scale = jnp.where(jnp.abs(scale) < LEAST_SCALE, 0.0, scale)
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     inverse = spread(inverse)
-    found = codes.encode(x * inverse, map, noise() if mode == "stable" and second else None)
+    at_random = mode == "stable" and second
+    noise = noise() if at_random else None
+    found = codes.encode(x * inverse, map, noise, geometric=at_random)
     found = jnp.where(inverse == 0, 0, found)
-    if mode == "stable" and second:  # never 0 from above
+    if at_random:  # never 0 from above, also where a product in `encode` underflows
         found = jnp.where(x > 0, jnp.maximum(found, 1), found)
     return found, scale
 
@@ -273,7 +296,7 @@ def plain(
     m: Coded,
     v: Coded,
     numbers: Float[Array, " n"],
-    seed: UInt[Array, ""],
+    bits: UInt[Array, " 2"],
 ) -> tuple[Float[Array, "*dims"], Coded, Coded]:
     """`kernel` in XLA. Sharded parameters stay so: blocks are cut from the last dimension."""
     n = _Numbers(*numbers)
@@ -283,10 +306,10 @@ def plain(
     first = codes.decode(_blocks(m.codes, block, zero), "dynamic") * spread(m.scale)
     second = codes.decode(_blocks(v.codes, block), "dynamic_unsigned") * spread(v.scale)
     gradient = _blocks(g.astype(jnp.float32), block)
-    first, second = _new_moments(gradient, first, second, n, mode)
+    first, second = _new_moments(gradient, first, second, n, bits[1], mode)
     value = None if p is None else _blocks(p.astype(jnp.float32), block)
     out = _result(value, first, second, n, mode)
-    noise = lambda: codes.noise(seed, _positions(out.shape))
+    noise = lambda: codes.noise(bits[0], _positions(out.shape))
     moments = [
         _coded(x, map, mode, noise, over, spread)
         for x, map in ((first, "dynamic"), (second, "dynamic_unsigned"))
@@ -304,7 +327,7 @@ def kernel(
     m: Coded,
     v: Coded,
     numbers: Float[Array, " n"],
-    seed: UInt[Array, ""],
+    bits: UInt[Array, " 2"],
 ) -> tuple[Float[Array, "*dims"], Coded, Coded]:
     """One step in one kernel.
 
@@ -313,7 +336,7 @@ def kernel(
       p: parameter; None: the direction is returned.
       g, m, v: of `adam_8bit_update`.
       numbers: of `_numbers`.
-      seed: of the noise.
+      bits: seed and zero of `Scalars`.
 
     Returns:
       Direction or parameter, and new moments.
@@ -338,7 +361,7 @@ def kernel(
         gradient = read(g_ref).astype(jnp.float32)
         first = codes.decode(read(m_ref), "dynamic") * spread(m_scale[...])
         second = codes.decode(read(v_ref), "dynamic_unsigned") * spread(v_scale[...])
-        first, second = _new_moments(gradient, first, second, n, mode)
+        first, second = _new_moments(gradient, first, second, n, numbers[1][1], mode)
         value = read(p_ref[0]).astype(jnp.float32) if p_ref else None
         outputs[0][...] = _result(value, first, second, n, mode).astype(out_dtype)
 
@@ -367,7 +390,7 @@ def kernel(
         [Output(out_dtype, 0 if p is None else 5)]
         + [Output(x.dtype, i) for i, x in enumerate(rows[1:5], start=1)],
         sizes.plan(),
-        numbers=[numbers, seed[None]],
+        numbers=[numbers, bits],
     )
     out, m_codes, m_scale, v_codes, v_scale = results
     whole = partial(_whole, shape=g.shape)
@@ -420,7 +443,7 @@ class Sizes(NamedTuple):
         """Bytes that the kernel moves."""
         elements, scales = math.prod((self.pieces, *self.piece)), self.pieces * self.together
         out = self.parameter_itemsize or self.itemsize
-        numbers = 4 * (len(_Numbers._fields) + 1)
+        numbers = 4 * (len(_Numbers._fields) + 2)
         return Moved(
             elements * self.element_bytes + 8 * scales, elements * (out + 2) + 8 * scales, numbers
         )
@@ -472,7 +495,7 @@ def cases(N: int = 16384, D: int = 4096, block: int = 256) -> Iterator[tuple]:
     array = jax.ShapeDtypeStruct
     g, p = array((N, D), jnp.float32), array((N, D), jnp.bfloat16)
     m = Coded(array((N, D), jnp.uint8), array((N, D // block), jnp.float32))
-    rest = [m, m, array((len(_Numbers._fields),), jnp.float32), array((), jnp.uint32)]
+    rest = [m, m, array((len(_Numbers._fields),), jnp.float32), array((2,), jnp.uint32)]
     for label, mode, args in (
         ("direction", "stable", [None, g, *rest]),
         ("direction, bitsandbytes", "bitsandbytes", [None, g, *rest]),
