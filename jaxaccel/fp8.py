@@ -49,13 +49,16 @@ from jaxaccel.fp8_delayed import (
     skipped,
     with_window,
 )
+from jaxaccel.fp8_fused import Cast
 from jaxaccel.numerics import Quantized
 from pallas_kernels import manual_axes
 
 Dims = tuple[tuple[Any, Any], tuple[Any, Any]]  # ((contracting), (batch)), each (lhs, rhs)
 RECIPES = ("current", "delayed", "block")
+_PLAIN: Dims = (((1,), (0,)), ((), ()))  # [M, K] x [K, N]
 
 __all__ = [
+    "Cast",
     "DelayedState",
     "DotGeneral",
     "Quantized",
@@ -94,7 +97,7 @@ class DotGeneral:
 
     def __call__(
         self,
-        lhs: Float[Array, "..."],
+        lhs: Float[Array, "..."] | Cast,
         rhs: Float[Array, "..."],
         dimension_numbers: Dims,
         precision: Any = None,
@@ -109,6 +112,7 @@ class DotGeneral:
         Args:
           lhs, rhs: float16, bfloat16 or float32; any batch and contracting dims. `block` takes
             rhs to be the weight: mind that `jnp.einsum` swaps the two for some outputs.
+            lhs may be a `Cast` [M, K], of `delayed`.
           dimension_numbers: as in `jax.lax.dot_general`.
           precision: `HIGHEST` accumulates the forward matmul in full as well; all else means
             what `Scaling.accumulation` says. `jax.default_matmul_precision` is not asked.
@@ -122,6 +126,12 @@ class DotGeneral:
             a weight that is not this one.
           TypeError: shapes and dims that do not fit, as from `jax.lax.dot_general`.
         """
+        cast, lhs = (lhs.quantized, lhs.like) if isinstance(lhs, Cast) else (None, lhs)
+        if cast is not None and (self.recipe != "delayed" or dimension_numbers != _PLAIN):
+            raise ValueError(
+                f"lhs is a Cast, which `delayed` multiplies as [M, K] with [K, N]; got "
+                f"{self.recipe} and dims {dimension_numbers}"
+            )
         for name, x in (("lhs", lhs), ("rhs", rhs)):
             if x.dtype not in ("float16", "bfloat16", "float32"):
                 raise ValueError(f"{name} is {x.dtype}; legal: float16, bfloat16, float32")
@@ -147,7 +157,8 @@ class DotGeneral:
             out = fp8_block.matmul(a, b, weight, out_dtype, self.scaling.power_of_two)
         else:
             full = self.scaling.accumulation == "full" or _is_highest(precision)
-            out = _matmul(_Static(self, full, a.dtype, b.dtype, out_dtype), a, b, state, weight)
+            static = _Static(self, full, a.dtype, b.dtype, out_dtype)
+            out = _matmul(static, a, b, state, weight, cast)
         return out.reshape(shape)
 
 
@@ -291,12 +302,12 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static: _Static, lhs, rhs, state, weight):
-    return _matmul_fwd(static, lhs, rhs, state, weight)[0]
+def _matmul(static: _Static, lhs, rhs, state, weight, cast):
+    return _matmul_fwd(static, lhs, rhs, state, weight, cast)[0]
 
 
-def _matmul_fwd(static: _Static, lhs, rhs, state, weight):
-    lhs = _quantize(static.dot, lhs, "lhs", state)
+def _matmul_fwd(static: _Static, lhs, rhs, state, weight, cast):
+    lhs = _quantize(static.dot, lhs, "lhs", state) if cast is None else cast
     rhs = _quantize(static.dot, rhs, "rhs", state) if weight is None else weight
     out = _multiply(lhs, rhs, (-1, -2), full=static.full)
     return out.astype(static.out_dtype), (lhs, rhs, state)
@@ -311,7 +322,7 @@ def _matmul_bwd(static: _Static, residuals, gradient):
         state = fp8_delayed.recorder(static.dot.scaling)(
             state, jnp.stack([lhs.amax, rhs.amax, g.amax])
         )
-    return dlhs, drhs, state, None
+    return dlhs, drhs, state, None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

@@ -9,8 +9,12 @@ A tile lies along the contraction. The weight gradient contracts over tokens and
 channels, so activations and gradients are cast twice, both times from the original; of an
 activation only the second cast is kept for the backward pass. Square blocks serve both ways.
 
-XLA has no matmul with such scales for Hopper. This one is a loop over blocks of 128, each an
-FP8 matmul, which reads and writes the float32 sum every time: right, on any device, and slow.
+All operands are K-major, the contracted dim last, as Hopper's 8-bit matmuls want them: the cast
+for the weight gradient is transposed, and so are a weight's values for the forward product.
+
+On Hopper the products are kernels (`pallas_kernels.fp8_matmul`). Elsewhere, and in programs that
+XLA partitions over several GPUs, they are loops over blocks of 128, each an FP8 matmul, which
+read and write the float32 sum every time: right, on any device, and slow.
 
 Shape suffixes: M tokens, K contracted, N columns; k = K / 128 and n = N / 128, rounded up.
 """
@@ -24,9 +28,9 @@ from jaxtyping import Array, Float
 
 from jaxaccel import names, numerics
 from jaxaccel.numerics import Quantized
-from pallas_kernels import manual_axes
+from pallas_kernels import fp8_matmul
+from pallas_kernels.fp8_matmul import BLOCK
 
-BLOCK = 128
 FORMAT = "e4m3"
 
 
@@ -74,21 +78,22 @@ def quantize_blocks(w_KN: Float[Array, "K N"], power_of_two: bool = False) -> Qu
     return Quantized(values.reshape(w_KN.shape), scale, amax)
 
 
-def quantize_tiles(x_KN: Float[Array, "K N"], power_of_two: bool = False) -> Quantized:
-    """An activation or gradient in tiles of 128 x 1, along the dim to be contracted.
+def quantize_tiles(x_MK: Float[Array, "M K"], power_of_two: bool = False) -> Quantized:
+    """An activation or gradient in tiles of 1 x 128, along the dim to be contracted.
 
     Args:
-      x_KN: floating-point.
+      x_MK: floating-point.
       power_of_two: round scales up to powers of two.
 
     Returns:
-      Values padded with zeros to K a multiple of 128, a scale [k, N] for each tile.
+      Values padded with zeros to K a multiple of 128, a scale [M, k] for each tile.
     """
-    x_KN = _pad(x_KN, 0)
-    tiles = x_KN.reshape(x_KN.shape[0] // BLOCK, BLOCK, x_KN.shape[1])
-    amax = numerics.amax(tiles, 1)
+    x_MK = _pad(x_MK, 1)
+    tiles = x_MK.reshape(x_MK.shape[0], x_MK.shape[1] // BLOCK, BLOCK)
+    amax = numerics.amax(tiles, 2)
     scale = numerics.scale(amax, FORMAT, power_of_two=power_of_two)
-    return Quantized(numerics.cast(tiles, scale[:, None], FORMAT).reshape(x_KN.shape), scale, amax)
+    values = numerics.cast(tiles, scale[..., None], FORMAT)
+    return Quantized(values.reshape(x_MK.shape), scale, amax)
 
 
 class _Static(NamedTuple):
@@ -106,45 +111,28 @@ def _matmul(static: _Static, x_MK, w_KN, weight: Quantized | None):
 
 def _matmul_fwd(static: _Static, x_MK, w_KN, weight: Quantized | None):
     weight = quantize_blocks(w_KN, static.power_of_two) if weight is None else weight
-    out = _contract(quantize_tiles(x_MK.T, static.power_of_two), weight)[:, : static.width]
-    return out.astype(static.out_dtype), (quantize_tiles(x_MK, static.power_of_two), weight)
+    w_NK = Quantized(weight.values.T, weight.scale.T, weight.amax.T)
+    out = _contract(quantize_tiles(x_MK, static.power_of_two), w_NK, static.out_dtype)
+    return out[:, : static.width], (quantize_tiles(x_MK.T, static.power_of_two), weight)
 
 
 def _matmul_bwd(static: _Static, residuals, g_MN):
-    x, w = residuals
-    w_NK = Quantized(w.values.T, w.scale.T, w.amax.T)
-    dx = _contract(quantize_tiles(g_MN.T, static.power_of_two), w_NK)[:, : x.values.shape[1]]
-    dw = _contract(x, quantize_tiles(g_MN, static.power_of_two))
-    return dx.astype(static.x_dtype), dw.astype(static.w_dtype), None
+    x_KM, w_KN = residuals
+    width = x_KM.values.shape[0]
+    dx = _contract(quantize_tiles(g_MN, static.power_of_two), w_KN, static.x_dtype)[:, :width]
+    dw = _contract(x_KM, quantize_tiles(g_MN.T, static.power_of_two), static.w_dtype)
+    return dx, dw, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _contract(a: Quantized, b: Quantized) -> Float[Array, "M N"]:
-    """a [K, M] and b [K, N], both with 128 x 1 tiles or 128 x 128 blocks, summed over K."""
-    blocks = a.values.shape[0] // BLOCK
-
-    def cut(x: Quantized) -> tuple[Array, Array]:
-        width = x.values.shape[1]
-        times = 1 if x.scale.shape[1] == width else BLOCK  # a tile is one column wide, or a block
-        return x.values.reshape(blocks, BLOCK, width), jnp.repeat(x.scale, times, axis=1)
-
-    def add(total, block):
-        a, a_scale, b, b_scale = block
-        with jax.named_scope(names.FP8_MATMUL):
-            product = jax.lax.dot_general(
-                a,
-                b,
-                (((0,), (0,)), ((), ())),
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            )
-        return total + product * a_scale[:, None] * b_scale[None], None
-
-    zeros = jnp.zeros((a.values.shape[1], b.values.shape[1]), jnp.float32)
-    zeros, _, _ = manual_axes.vary_alike(zeros, a.scale, b.scale)
-    return jax.lax.scan(add, zeros, (*cut(a), *cut(b)))[0]
+def _contract(a: Quantized, b: Quantized, out_dtype: Any) -> Float[Array, "M N"]:
+    """a [M, K] and b [N, K], with 1 x 128 tiles both, or 128 x 128 blocks of b; summed over K."""
+    with jax.named_scope(names.FP8_MATMUL):
+        return fp8_matmul.block_scaled_matmul(
+            a.values, a.scale, b.values, b.scale, out_dtype=out_dtype
+        )
 
 
 def _pad(x: Array, dim: int) -> Array:

@@ -90,8 +90,8 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
     """Every matrix multiplication of the program.
 
     A dot counts wherever it stands: alone, in a Triton fusion, or as a call of cuBLAS. A
-    Pallas kernel counts with the FLOP of its `cost_estimate`. Dots that XLA wrote as a
-    multiplication and a sum (they are too thin for the tensor cores) do not count.
+    Pallas kernel that multiplies counts with the FLOP of its `cost_estimate`. Dots that XLA
+    wrote as a multiplication and a sum (they are too thin for the tensor cores) do not count.
 
     Args:
       module: from `parse`.
@@ -104,7 +104,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
         computation = module.computations[name]
         for node in computation.instructions.values():
             kernel = is_kernel(node)
-            if not (is_matmul(node) or (kernel and kernel_cost(node))):
+            if not (is_matmul(node) or (kernel and flops(computation, node))):
                 continue
             dtype = operand_type(computation, node)
             site = module.sites.get(name)

@@ -6,8 +6,9 @@ policies look for `dot_general` and see nothing of a Pallas kernel or a custom V
 a name is seen everywhere.
 """
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 # Outputs of matmuls: costly to repeat.
 QUERY = "query"
@@ -38,13 +39,13 @@ ELEMENTWISE = (LAYER_INPUT, ATTENTION_NORM, MLP_NORM, MLP_ACTIVATION)
 ALL = (*MATMULS, *ATTENTION, *ELEMENTWISE)
 
 
-def tag(x: Array, name: str) -> Array:
+def tag(x: PyTree[Array], name: str) -> PyTree[Array]:
     """Returns `x` under `name`, for rematerialisation policies to see.
 
     **Exactness**: the identity.
 
     Args:
-      x: any array.
+      x: an array, or a tree of arrays.
       name: one of `names.ALL`.
 
     Returns:
@@ -61,4 +62,4 @@ def tag(x: Array, name: str) -> Array:
     """
     if name not in ALL:
         raise ValueError(f"unknown checkpoint name {name!r}; known: {', '.join(ALL)}")
-    return checkpoint_name(x, name)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)

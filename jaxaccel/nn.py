@@ -33,6 +33,7 @@ from jaxaccel.decoder_config import (
 )
 from pallas_kernels import attention as attention_op
 from pallas_kernels import rms_norm as rms_norm_op
+from pallas_kernels import swiglu as swiglu_op
 
 __all__ = [
     "Decoder",
@@ -106,8 +107,9 @@ class Linear(nnx.Module):
         self.matmul_state = None if state is None else NextValue(state)
         self.prepared = nnx.data(None)
 
-    def __call__(self, x: Array) -> Array:
-        flat = x.reshape(-1, x.shape[-1])
+    def __call__(self, x: Any) -> Array:
+        # A norm may hand over a tree that only this matmul's technique can read.
+        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]) if leaf.ndim else leaf, x)
         more = {"state": self.matmul_state, "weight": self.prepared}
         more = {key: held.get_value() for key, held in more.items() if held is not None}
         kernel = self.kernel[...].astype(x.dtype)
@@ -125,8 +127,37 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((*lead, size)), axes=(*axes, axis))
         self.epsilon, self.norm = epsilon, norm
 
-    def __call__(self, x: Array) -> Array:
-        return self.norm(x, self.scale[...], self.epsilon)
+    def __call__(self, x: Array, *, residual: Array | None = None, readers: tuple = ()) -> Any:
+        """The normalised `x`; with a residual, the sum of both, normalised too.
+
+        Args:
+          x: any float dtype.
+          residual: added to `x` first.
+          readers: all `Linear`s that read the result.
+        """
+        return self.norm(
+            x, self.scale[...], self.epsilon, residual=residual, state=_shared_state(readers)
+        )
+
+
+def _shared_state(readers: tuple[Linear, ...]) -> Any:
+    """The matmul state of linears with one input, if all have one: that of the first."""
+    states = [reader.matmul_state for reader in readers]
+    return states[0].get_value() if states and None not in states else None
+
+
+def rms_norm(
+    x: Array, scale: Array, epsilon: float, *, residual: Array | None = None, state: Any = None
+) -> Any:
+    """The default norm, `pallas_kernels.rms_norm`; it casts for nobody, whatever the state."""
+    return rms_norm_op.rms_norm(x, scale, epsilon, residual=residual)
+
+
+def gated(activation: str) -> Callable[..., Array]:
+    """The default `glu` of a decoder with this activation."""
+    if activation == "silu":
+        return lambda gate, up, state=None: swiglu_op.swiglu(gate, up)
+    return lambda gate, up, state=None: ACTIVATIONS[activation](gate) * up
 
 
 class Layer(nnx.Module):
@@ -146,6 +177,7 @@ class Layer(nnx.Module):
         dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
         norm: Callable,
+        glu: Callable,
     ):
         c, shapes = config, linear_shapes(config)
         # Output projections start smaller, so that the stream's variance does not grow
@@ -178,15 +210,16 @@ class Layer(nnx.Module):
         self.gate = linear("gate", ("embed", "mlp"))
         self.up = linear("up", ("embed", "mlp"))
         self.down = linear("down", ("mlp", "embed"), scale=out_scale)
-        self.config, self.window, self.attention = c, window, attention
+        self.config, self.window, self.attention, self.glu = c, window, attention, glu
 
     def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
         c = self.config
-        x_BTD = names.tag(self.attention_norm(x_BTD), names.ATTENTION_NORM)
+        y = self.attention_norm(x_BTD, readers=(self.query, self.key, self.value))
+        y = names.tag(y, names.ATTENTION_NORM)
 
         def heads(projection, name, count):
-            out = names.tag(projection(x_BTD), name)
+            out = names.tag(projection(y), name)
             return out.reshape(*x_BTD.shape[:2], count, c.head_size)
 
         q = heads(self.query, names.QUERY, c.heads)
@@ -199,11 +232,12 @@ class Layer(nnx.Module):
     def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
         """Adds what attention found, then the MLP's answer."""
         context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        x_BTD = x_BTD + names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
-        y = names.tag(self.mlp_norm(x_BTD), names.MLP_NORM)
+        found = names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
+        x_BTD, y = self.mlp_norm(found, residual=x_BTD, readers=(self.gate, self.up))
+        y = names.tag(y, names.MLP_NORM)
         gate = names.tag(self.gate(y), names.MLP_GATE)
         up = names.tag(self.up(y), names.MLP_UP)
-        y = names.tag(ACTIVATIONS[self.config.activation](gate) * up, names.MLP_ACTIVATION)
+        y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
         return x_BTD + names.tag(self.down(y), names.MLP_OUTPUT)
 
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
@@ -225,7 +259,10 @@ class Decoder(nnx.Module):
       dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature; or one for each
         name of `linear_shapes`.
       attention: with `pallas_kernels.attention.attention`'s signature.
-      norm: `(x, scale, epsilon) -> x`.
+      norm: `(x, scale, epsilon, *, residual, state) -> y`; with a residual, `x` plus that and
+        `y`. The state is that of the matmuls that read `y`, None unless all have one; they are
+        given `y` as it is.
+      glu: `(gate, up, *, state) -> y`; the configured activation of gate, times up.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
       constrain: `(x, logical axes) -> x`, to place activations on a mesh.
 
@@ -245,7 +282,8 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
-        norm: Callable = rms_norm_op.rms_norm,
+        norm: Callable = rms_norm,
+        glu: Callable | None = None,
         scan: Callable = jax.lax.scan,
         constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
     ):
@@ -266,6 +304,7 @@ class Decoder(nnx.Module):
                 dot_general=dot_general,
                 attention=attention,
                 norm=norm,
+                glu=glu or gated(c.activation),
             )
             for window in c.windows
         )

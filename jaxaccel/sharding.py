@@ -15,6 +15,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from pallas_kernels import manual_axes
+
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
@@ -227,6 +229,47 @@ def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Calla
         )(q, k, v, mask)
 
     return attend
+
+
+def rows_on_shards(op: Callable, mesh: Mesh, last: str | None = None) -> Callable:
+    """An op on the last dim of [B, T, D] arrays that each device computes for its own rows.
+
+    For Pallas kernels, as `attention_on_shards`.
+
+    Args:
+      op: of such arrays, of others that every device has whole, and of options. Results are
+        [B, T, D], or a scalar: a maximum, which becomes that of all devices.
+      mesh: with `data`, `fsdp` and `tensor`.
+      last: logical axis of D.
+
+    Returns:
+      The same function, for arrays on `mesh` under `jax.jit`. Given arrays of more dims, as a
+      norm of heads is, it leaves them to the partitioner.
+    """
+
+    def maximum(y: Array) -> Array:
+        axes = tuple(manual_axes.varying(y))
+        return jax.lax.pmax(jax.lax.stop_gradient(y), axes) if axes and not y.ndim else y
+
+    def apply(*args, **options):
+        leaves, tree = jax.tree.flatten((args, options))
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        if mesh.size == 1 or any(x.ndim > 3 for x in arrays.values()):
+            return op(*args, **options)
+
+        def here(arrays):
+            args, options = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+            return op(*args, **options)
+
+        place = lambda x: spec(("batch", "sequence", last)) if x.ndim == 3 else PartitionSpec()
+        return jax.shard_map(
+            lambda arrays: jax.tree.map(maximum, here(arrays)),
+            mesh=mesh,
+            in_specs=(jax.tree.map(place, arrays),),
+            out_specs=jax.tree.map(place, jax.eval_shape(here, arrays)),
+        )(arrays)
+
+    return apply
 
 
 def like_parameters(

@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxaccel import hlo
+from jaxaccel import hlo, hlo_bytes
 from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
 from pallas_kernels.target import Target
 
@@ -98,62 +98,6 @@ class Timeline:
         return self.exposed_seconds / self.seconds if self.seconds else 0.0
 
 
-def _unviewed(inner: Computation, name: str) -> Instruction:
-    """What stands behind bitcasts."""
-    node = inner.instructions[name]
-    while node.opcode == "bitcast":
-        node = inner.instructions[node.operands[0]]
-    return node
-
-
-def _through_views(inner: Computation, name: str) -> list[Instruction]:
-    """Readers of a value, bitcasts skipped."""
-    found = []
-    for node in inner.instructions.values():
-        if name in node.operands:
-            found += _through_views(inner, node.name) if node.opcode == "bitcast" else [node]
-    return found
-
-
-def _fused_bytes(module: Module, node: Instruction) -> float:
-    """Bytes that a fusion moves: of what it slices only the slice, in place only the update."""
-    inner = module.computations[node.called[0]]
-    total = 0.0
-    for name in inner.parameters:
-        readers = _through_views(inner, name)
-        whole = inner.instructions[name].bytes
-        part = 0.0
-        for reader in readers:
-            sliced = _unviewed(inner, reader.operands[0]).name == name
-            if reader.opcode in ("dynamic-slice", "slice", "gather") and sliced:
-                part += reader.bytes
-            elif reader.opcode not in ("dynamic-update-slice", "scatter") or not sliced:
-                part += whole
-        total += min(part, whole)
-    roots = [inner.root]
-    if inner.root.opcode == "tuple":
-        roots = [inner.instructions[name] for name in inner.root.operands]
-    for root in (_unviewed(inner, root.name) for root in roots):
-        update = {"dynamic-update-slice": 1, "scatter": 2}.get(root.opcode)
-        total += inner.instructions[root.operands[update]].bytes if update else root.bytes
-    return total
-
-
-def _bytes(module: Module, where: Computation, node: Instruction) -> float:
-    """Bytes of device memory that an instruction reads and writes."""
-    if cost := hlo.kernel_cost(node):
-        return cost[1]
-    base = node.opcode.removesuffix("-start")
-    if base == "fusion":
-        return _fused_bytes(module, node)
-    if base in ("dynamic-slice", "slice", "gather"):
-        return 2.0 * node.shapes[-1 if base != node.opcode else 0].bytes
-    if base in ("dynamic-update-slice", "scatter"):
-        return 2.0 * where.instructions[node.operands[1 if base != "scatter" else 2]].bytes
-    written = node.shapes[0].bytes if hlo.is_matmul(node) else node.bytes
-    return float(written + sum(where.instructions[o].bytes for o in node.operands))
-
-
 def kernel_seconds(
     module: Module, where: Computation, node: Instruction, model: CostModel
 ) -> float:
@@ -166,7 +110,9 @@ def kernel_seconds(
         if hlo.flops(inner, n)
     )
     memory = (
-        _bytes(module, where, node) / model.target.gpu.memory_bandwidth / model.memory_efficiency
+        hlo_bytes.moved(module, where, node)
+        / model.target.gpu.memory_bandwidth
+        / model.memory_efficiency
     )
     return max(arithmetic, memory, model.kernel_latency)
 
@@ -218,7 +164,11 @@ def _transfer(
 ) -> tuple[float, float]:
     """(bytes of the whole array, seconds) of one execution of a transfer."""
     if kind == HOST_COPY:
-        copied = node.shapes[0].bytes if "copy" in node.opcode else _fused_bytes(module, node) / 2
+        copied = (
+            node.shapes[0].bytes
+            if "copy" in node.opcode
+            else hlo_bytes.moved(module, where, node) / 2
+        )
         rate = model.target.gpu.pcie_bandwidth * model.link_efficiency
         return float(copied), copied / rate + model.kernel_latency
     members = group(node, module.devices)

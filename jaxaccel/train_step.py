@@ -16,12 +16,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, fp8, losses, nn, precision, remat, sharding
+from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, precision, remat, sharding
 from jaxaccel.fp8 import DelayedState, Quantized, Scaling
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale, LossScaleConfig
 from jaxaccel.remat import Policy
 from pallas_kernels.attention import attention
+from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
+from pallas_kernels.swiglu import swiglu, swiglu_fp8
 
 Batch = dict[str, Any]  # int32 [B, T] arrays, or their shapes
 BATCH_KEYS = ("tokens", "labels", "segments", "positions")
@@ -139,6 +141,25 @@ def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> d
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 
+def _layer_ops(model: DecoderConfig, mesh: Mesh) -> tuple[Callable, Callable]:
+    """Norm and gated activation, on the rows of each device."""
+    on_shards = sharding.rows_on_shards
+    return on_shards(nn.rms_norm, mesh), on_shards(nn.gated(model.activation), mesh, "mlp")
+
+
+def _fused_casts(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> dict[str, Callable]:
+    """Norm and gated activation that cast to FP8 themselves; where the recipe knows the scale."""
+    if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
+        return {}
+    on_shards = functools.partial(sharding.rows_on_shards, mesh=mesh)
+    norms = {"plain": on_shards(rms_norm), "fp8": on_shards(rms_norm_fp8)}
+    ops = {"norm": functools.partial(fp8_fused.rms_norm, **norms)}
+    if model.activation == "silu":
+        glus = {"plain": on_shards(swiglu, last="mlp"), "fp8": on_shards(swiglu_fp8, last="mlp")}
+        ops["glu"] = functools.partial(fp8_fused.swiglu, **glus)
+    return ops
+
+
 def _fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
     """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
 
@@ -193,19 +214,23 @@ def make_train_step(
     dtype = precision.COMPUTE_DTYPES[config.precision]
     implementation = None if config.attention == "auto" else config.attention
     attend = functools.partial(attention, implementation=implementation)
+    norm, glu = _layer_ops(model, mesh)
     plain = functools.partial(
         Decoder,
         model,
         dtype=dtype,
         # 2. The model's arguments: the loop over layers decides what is recomputed, activations
-        #    are placed on the mesh, each device attends with its own heads, and the layers'
-        #    matmuls are plain or FP8. Scales that are not known yet are found once, by
-        #    `warm_up`; a step relies on them.
+        #    are placed on the mesh, each device attends with its own heads and norms its own
+        #    rows, and the layers' matmuls are plain or FP8. Scales that are not known yet are
+        #    found once, by `warm_up`; a step relies on them, and casts where the values are made.
         attention=sharding.attention_on_shards(attend, mesh, model.kv_heads),
+        norm=norm,
+        glu=glu,
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
-    build = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=False))
+    fused = _fused_casts(model, config, mesh)
+    build = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=False), **fused)
     build_cold = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=True))
     split = lambda build: nnx.split(
         jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param, nn.NextValue

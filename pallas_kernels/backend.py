@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import math
 import os
+import threading
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -92,15 +93,21 @@ def counted_traffic() -> Generator[Traffic]:
         ]
         return math.prod(inside) * jnp.dtype(array.dtype).itemsize
 
+    lock = threading.Lock()  # each warpgroup is a thread
+
     class Load(load):
         def __init__(self, **options):
-            traffic.loads += in_bounds(options["src_allocation_key"], options["src_access"])
-            traffic.load_count += 1
+            bytes_ = in_bounds(options["src_allocation_key"], options["src_access"])
+            with lock:
+                traffic.loads += bytes_
+                traffic.load_count += 1
             super().__init__(**options)
 
     class Store(store):
         def __init__(self, **options):
-            traffic.stores += in_bounds(options["dst_allocation_key"], options["dst_access"])
+            bytes_ = in_bounds(options["dst_allocation_key"], options["dst_access"])
+            with lock:
+                traffic.stores += bytes_
             super().__init__(**options)
 
     gpu_callbacks.AsyncCopyGmemToSmemTask = Load

@@ -44,12 +44,12 @@ class Sizes(NamedTuple):
         """The length of a row, padded."""
         return streaming.padded(self.length)
 
-    def forward(self) -> Plan | None:
-        """The forward kernel's plan; None where a row is too long."""
+    def forward(self) -> Plan:
+        """The forward kernel's plan."""
         row = self.columns * ((1 + self.residual) * self.itemsize + self.fp8)
         return streaming.plan(self.rows, row, self.columns * self.scale_itemsize)
 
-    def backward(self) -> Plan | None:
+    def backward(self) -> Plan:
         """The backward kernel's."""
         row = self.columns * (2 + self.residual) * self.itemsize
         block = self.columns * self.scale_itemsize + 4 * LINE * streaming.CHUNK
@@ -88,7 +88,7 @@ def unfit(asked: bool, sizes: Sizes, x: Array, scale: Array) -> str | None:
         return f"has {', '.join(DTYPES)}, got x {x.dtype}, scale {scale.dtype}"
     if not sizes.rows:
         return f"needs at least one element, got {x.shape}"
-    if sizes.columns > LONGEST or not (sizes.forward() and sizes.backward()):
+    if sizes.columns > LONGEST or not (sizes.forward().fits and sizes.backward().fits):
         return f"keeps six rows of up to {LONGEST} in shared memory, got {x.dtype} x {sizes.length}"
     if not asked and sizes.length % UNPADDED:
         return f"has rows of a multiple of {UNPADDED} elements, got {sizes.length}"
@@ -153,7 +153,7 @@ def forward(
         outputs,
         plan,
         shared=[streaming.lined(scale, sizes.columns)],
-        numbers=[inverse_cast[None]] if fp8 else [],
+        numbers=[] if inverse_cast is None else [inverse_cast[None]],
         extra=extra if fp8 else extra[:1],
         state=lambda: _zeros(parts[:1])[0] if fp8 else (),
         finish=finish if fp8 else None,
@@ -220,23 +220,23 @@ def backward(
 
     def finish(sums, block, warpgroup, extra, scratch):
         stage, turns = scratch
-        count = plan.warpgroups
-        for number, (part, sum_) in enumerate(zip(parts, sums, strict=True)):
-            for who in range(count):
-                first, last = who == 0, who == count - 1
-                chunk_of_first, chunk_of_last = number == 0, number == len(parts) - 1
+        last = plan.warpgroups - 1
 
-                @pl.when(warpgroup == who)
-                def add():
-                    if count > 1 and not (first and chunk_of_first):
-                        plgpu.barrier_wait(turns.at[who])
-                    stage[...] = sum_ if first else stage[...] + sum_
-                    if last:
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(stage, extra[0].at[block, part])
-                        plgpu.wait_smem_to_gmem(0)
-                    if count > 1 and not (last and chunk_of_last):
-                        plgpu.barrier_arrive(turns.at[(who + 1) % count])
+        def add(number, who):
+            """Warpgroup `who` adds its sums of a chunk to those of the ones before it."""
+            if last and (number, who) != (0, 0):
+                plgpu.barrier_wait(turns.at[who])
+            stage[...] = sums[number] if who == 0 else stage[...] + sums[number]
+            if who == last:
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(stage, extra[0].at[block, parts[number]])
+                plgpu.wait_smem_to_gmem(0)
+            if last and (number, who) != (len(parts) - 1, last):
+                plgpu.barrier_arrive(turns.at[(who + 1) % plan.warpgroups])
+
+        for number in range(len(parts)):
+            for who in range(plan.warpgroups):
+                pl.when(warpgroup == who)(partial(add, number, who))
 
     rows = [_rows(a, sizes) for a in (x, dy, dtotal) if a is not None]
     lines = sizes.columns // LINE

@@ -46,6 +46,11 @@ class Plan:
         """Warpgroups of the grid."""
         return self.blocks * self.warpgroups
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is a buffer to compute in and one to load into."""
+        return self.stages > 1
+
 
 @dataclass(frozen=True)
 class Output:
@@ -74,8 +79,8 @@ def padded(length: int) -> int:
     return max(1, -(-length // unit)) * unit
 
 
-def plan(rows: int, row_bytes: int, block_bytes: int) -> Plan | None:
-    """Warpgroups and buffers that fit.
+def plan(rows: int, row_bytes: int, block_bytes: int) -> Plan:
+    """As many warpgroups and buffers as fit and are of use.
 
     Args:
       rows: of the array.
@@ -83,11 +88,9 @@ def plan(rows: int, row_bytes: int, block_bytes: int) -> Plan | None:
       block_bytes: of what else is in a block's shared memory.
 
     Returns:
-      The sizes; None where not even two buffers fit.
+      The sizes, which need not fit.
     """
     buffers = (_SHARED - block_bytes) // row_bytes
-    if buffers < 2:
-        return None
     warpgroups = min(_MOST_WARPGROUPS, max(1, buffers // 3))
     stages = min(_MOST_STAGES, buffers // warpgroups)
     return Plan(min(CORES, -(-rows // warpgroups)), warpgroups, stages)

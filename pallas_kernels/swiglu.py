@@ -206,7 +206,7 @@ def forward_kernel(
         [_pieces(gate), _pieces(up)],
         [Output(jnp.float8_e4m3fn) if fp8 else Output(gate.dtype, 0)],
         plan,
-        numbers=[inverse_cast[None]] if fp8 else [],
+        numbers=[] if inverse_cast is None else [inverse_cast[None]],
         extra=[jax.ShapeDtypeStruct((plan.workers,), jnp.float32)] if fp8 else [],
         state=lambda: jnp.zeros((parts[0].size, LINE), jnp.float32) if fp8 else (),
         finish=finish if fp8 else None,
