@@ -33,6 +33,7 @@ Mode = Literal["stable", "bitsandbytes"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 PIECE = 1024  # elements, 8 of a thread: with 16 the kernel spills
+SHORTEST, LONGEST = 64, 512  # blocks
 ZERO = 127  # the code of 0 in `dynamic`; in `dynamic_unsigned` it is 0
 # Below it a scale, or its inverse, is subnormal, which GPUs may flush to zero.
 LEAST_SCALE = 2.0**-126
@@ -151,8 +152,7 @@ def _step(implementation, block, mode, p, g, m, v, scalars, decay):
     missing = unfit(g, block, asked=implementation == "mosaic_gpu", parameter=p)
     dispatch.check(implementation, missing)
     numbers = _numbers(scalars, decay)
-    bits = jnp.stack([scalars.seed, scalars.zero])
-    operands, tree = jax.tree.flatten((p, g, m, v, numbers, bits))
+    operands, tree = jax.tree.flatten((p, g, m, v, numbers, _bits(scalars)))
     operands = jax.tree.unflatten(tree, manual_axes.vary_alike(*operands))
     forms = (partial(form, block, mode) for form in (kernel, plain))
     return dispatch.choose(implementation, *forms, *operands, unfit=missing)
@@ -189,8 +189,8 @@ def unfit(
     given = [g] if parameter is None else [g, parameter]
     if {x.dtype.name for x in given} - set(DTYPES):
         return f"has {', '.join(DTYPES)}, got {', '.join(x.dtype.name for x in given)}"
-    if not 64 <= block <= 512:
-        return f"has blocks of 64 to 512 elements, got {block}"
+    if not SHORTEST <= block <= LONGEST:
+        return f"has blocks of {SHORTEST} to {LONGEST} elements, got {block}"
     if not g.size:
         return f"needs at least one element, got {g.shape}"
     sizes = Sizes(-(-g.size // block), block)
@@ -222,6 +222,10 @@ def _numbers(s: Scalars, decay: Decay | None) -> Float[Array, " n"]:
         s.b1, 1 - s.b1, s.b2, 1 - s.b2, s.eps, s.eps_root, *corrections, rate, weight
     )
     return jnp.stack([jnp.asarray(x, jnp.float32) for x in numbers])
+
+
+def _bits(s: Scalars) -> UInt[Array, " 2"]:
+    return jnp.stack([s.seed, s.zero])
 
 
 def product(a: Array, b: Any, zero: UInt[Array, ""]) -> Array:
@@ -434,7 +438,7 @@ class Sizes(NamedTuple):
         """Of gradient, parameter and codes."""
         return self.itemsize + self.parameter_itemsize + 2
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> Plan:
         """Grid and buffers."""
         scales = 2 * max(128, 4 * self.together)
         return streaming.plan(self.pieces, math.prod(self.piece) * self.element_bytes + scales, 0)
@@ -491,18 +495,23 @@ def _positions(shape: tuple[int, ...]) -> UInt[Array, "..."]:
 
 
 def cases(N: int = 16384, D: int = 4096, block: int = 256) -> Iterator[tuple]:
-    """For the table of `pallas_kernels.inspect`: directions, and parameters."""
+    """For the table of `pallas_kernels.inspect`: directions in both modes, and parameters."""
+    step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, jnp.uint32(1), jnp.uint32(0))
     array = jax.ShapeDtypeStruct
-    g, p = array((N, D), jnp.float32), array((N, D), jnp.bfloat16)
-    m = Coded(array((N, D), jnp.uint8), array((N, D // block), jnp.float32))
-    rest = [m, m, array((len(_Numbers._fields),), jnp.float32), array((2,), jnp.uint32)]
-    for label, mode, args in (
-        ("direction", "stable", [None, g, *rest]),
-        ("direction, bitsandbytes", "bitsandbytes", [None, g, *rest]),
-        ("parameter", "stable", [g, g, *rest]),
-        ("bfloat16 parameter", "stable", [p, g, *rest]),
-    ):
-        forms: list[Callable] = [partial(form, block, mode) for form in (kernel, plain)]
-        size = 0 if args[0] is None else args[0].dtype.itemsize
-        moved = Sizes(N * D // block, block, 4, size).traffic().total
-        yield label, *forms, args, 0, moved
+    coded = Coded(array((N, D), jnp.uint8), array((N, D // block), jnp.float32))
+    g, narrow = array((N, D), jnp.float32), array((N, D), jnp.bfloat16)
+
+    def case(label: str, mode: Mode, p: Any) -> tuple:
+        def form(function, p, g, m, v):
+            v = v._replace(scale=jnp.abs(v.scale))  # whatever numbers it is given
+            numbers = _numbers(step, None if p is None else Decay(0.01, 0.1))
+            return function(block, mode, p, g, m, v, numbers, _bits(step))
+
+        forms = (partial(form, function) for function in (kernel, plain))
+        sizes = Sizes(N * D // block, block, 4, 0 if p is None else p.dtype.itemsize)
+        return label, *forms, [p, g, coded, coded], 0, sizes.traffic().total
+
+    yield case("direction", "stable", None)
+    yield case("direction, bitsandbytes", "bitsandbytes", None)
+    yield case("parameter", "stable", g)
+    yield case("bfloat16 parameter", "stable", narrow)
