@@ -21,7 +21,7 @@ quantised; with the extreme always at +1, extremes are exact and quantising agai
 
 import dataclasses
 import math
-from typing import Any, no_type_check
+from typing import Any, Literal, get_args, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import codes
 from pallas_kernels.codes import Map
+
+Rounding = Literal["nearest", "stochastic", "geometric"]
 
 # Below it a scale, or its inverse, is subnormal, which GPUs may flush to zero.
 LEAST_SCALE = 2.0**-126
@@ -56,7 +58,7 @@ class BlockQuantized:
 
     def __repr__(self) -> str:
         shape = ",".join(map(str, getattr(self.codes, "shape", "?")))
-        return f"BlockQuantized({jnp.dtype(self.dtype)}[{shape}], {self.code}, block {self.block})"
+        return f"BlockQuantized({self.dtype}[{shape}], {self.code}, block {self.block})"
 
 
 def check_block(block: int) -> None:
@@ -97,6 +99,13 @@ def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
     return blocks.reshape(shape)
 
 
+def zeros_like(x: Array, block: int, code: Map) -> BlockQuantized:
+    """What `quantize_blockwise` makes of float32 zeros shaped like `x`, without computing it."""
+    scale = jax.eval_shape(lambda: in_blocks(jnp.zeros(x.shape), block)).shape[:-1]
+    codes = jnp.zeros_like(x, dtype=jnp.uint8)
+    return BlockQuantized(codes, jnp.zeros(scale), block, code, jnp.dtype(jnp.float32))
+
+
 def positions(shape: tuple[int, ...]) -> Array:
     """The row-major position of each element, uint32 (modulo 2**32).
 
@@ -116,6 +125,7 @@ def quantize_blockwise(
     code: Map = "dynamic",
     *,
     signed: bool = False,
+    rounding: Rounding = "nearest",
     seed: Array | None = None,
 ) -> BlockQuantized:
     """An array as 8-bit codes and a float32 scale a block.
@@ -129,14 +139,15 @@ def quantize_blockwise(
       block: elements of a block, a positive multiple of 32.
       code: the map.
       signed: scales carry the sign of the block's extreme.
-      seed: uint32 scalar; codes are then rounded at random, by noise keyed by this and by the
-        position in the array: the mean of what is decoded is `x`.
+      rounding: nearest; stochastic, to a neighbour at random so that the mean is `x`; or
+        geometric, so that next to a code the mean logarithm is, and nothing but 0 becomes 0.
+      seed: uint32 scalar for the latter two. Noise is keyed by it and by the position in `x`.
 
     Returns:
       `BlockQuantized`.
 
     Raises:
-      ValueError: an illegal block, an unknown map.
+      ValueError: an illegal block, an unknown map or rounding, a seed missing or of no use.
       TypeError: `x` is not of a real floating-point type.
 
     Example:
@@ -147,6 +158,10 @@ def quantize_blockwise(
     check_block(block)
     if code not in codes.MAPS:
         raise ValueError(f"unknown code map {code!r}; known: {', '.join(codes.MAPS)}")
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"unknown rounding {rounding!r}; known: {', '.join(get_args(Rounding))}")
+    if (seed is None) != (rounding == "nearest"):
+        raise ValueError(f"rounding {rounding!r} with seed {seed}: all but 'nearest' take a seed")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype}; block-wise codes are of floating-point arrays")
     values = in_blocks(x.astype(jnp.float32), block)
@@ -161,9 +176,10 @@ def quantize_blockwise(
         noise = in_blocks(codes.noise(seed, positions(x.shape)), block)
     empty = scale == 0
     inverse = jnp.where(empty, 0.0, 1 / jnp.where(empty, 1.0, scale))
-    found = codes.encode(values * inverse[..., None], code, noise)
+    normed = values * inverse[..., None]
+    found = codes.encode(normed, code, noise, geometric=rounding == "geometric")
     found = jnp.where(empty[..., None], 0, found).astype(jnp.uint8)
-    return BlockQuantized(from_blocks(found, x.shape), scale, block, code, x.dtype)
+    return BlockQuantized(from_blocks(found, x.shape), scale, block, code, jnp.dtype(x.dtype))
 
 
 def dequantize_blockwise(quantized: BlockQuantized) -> Float[Array, "*dims"]:

@@ -78,7 +78,11 @@ def test_without_a_sign_a_negative_extreme_shrinks_each_time():
 def test_stochastic_codes_have_the_right_mean():
     x = normal((2, 256), 3)
     draw = jax.jit(
-        jax.vmap(lambda s: dequantize_blockwise(quantize_blockwise(x, signed=True, seed=s)))
+        jax.vmap(
+            lambda s: dequantize_blockwise(
+                quantize_blockwise(x, signed=True, rounding="stochastic", seed=s)
+            )
+        )
     )
     count = 1000
     drawn = draw(codes.mix(jnp.arange(count, dtype=jnp.uint32)))
@@ -89,14 +93,14 @@ def test_stochastic_codes_have_the_right_mean():
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-@pytest.mark.parametrize("shape", [(16, 512), (8, 8, 64), (1024, 24), (64, 96)])
+@pytest.mark.parametrize("shape", [(16, 512), (8, 8, 64), (64, 24)])
 @pytest.mark.parametrize("spec", [("fsdp",), (None, "fsdp"), ("fsdp", "tensor")])
 def test_sharded_arrays_have_the_codes_of_one_device(shape, spec, seed):
     sizes = "fsdp=4,tensor=2" if "tensor" in spec else ""
     mesh = sharding.make_mesh(sharding.parse_mesh(sizes, 8))
     x = normal(shape, 4)
-    seed = None if seed is None else jnp.uint32(seed)
-    quantize = jax.jit(lambda x: quantize_blockwise(x, 32, seed=seed))
+    how = {} if seed is None else {"rounding": "stochastic", "seed": jnp.uint32(seed)}
+    quantize = jax.jit(lambda x: quantize_blockwise(x, 32, **how))
     want = quantize(x)
     got = quantize(jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))))
     np.testing.assert_array_equal(got.codes, want.codes)
@@ -155,7 +159,13 @@ def test_an_array_that_is_not_of_real_numbers_is_refused(dtype):
         quantize_blockwise(jnp.ones(4, dtype))
 
 
-def test_an_unknown_map_is_refused():
+def test_an_unknown_map_or_rounding_is_refused():
     plain = inspect.unwrap(quantize_blockwise)  # past the type checker of these tests
     with pytest.raises(ValueError, match="unknown code map 'fp4'"):
         plain(jnp.ones(4), code="fp4")
+    with pytest.raises(ValueError, match="unknown rounding 'up'"):
+        plain(jnp.ones(4), rounding="up")
+    with pytest.raises(ValueError, match="all but 'nearest' take a seed"):
+        quantize_blockwise(jnp.ones(4), rounding="stochastic")
+    with pytest.raises(ValueError, match="all but 'nearest' take a seed"):
+        quantize_blockwise(jnp.ones(4), seed=jnp.uint32(1))

@@ -2,6 +2,7 @@
 
 import hashlib
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -129,21 +130,26 @@ def test_what_lies_outside_is_clipped(map):
     assert low == {"dynamic": codes.table(map)[0], "dynamic_unsigned": 0}.get(map, -1)
 
 
-@pytest.mark.parametrize("map", MAPS)
-def test_noise_chooses_between_the_two_neighbours_in_proportion(map):
+@pytest.mark.parametrize(
+    ("map", "geometric"), [*((m, False) for m in MAPS), ("dynamic_unsigned", True)]
+)
+def test_noise_chooses_between_the_two_neighbours_in_proportion(map, geometric):
     y = values_to_round(map, 1000)[:1000]
     if map == "dynamic":
         y = y[y > -0.99]
     draws = 4096
     position = jnp.arange(y.size * draws, dtype=jnp.uint32).reshape(draws, y.size)
     u = codes.noise(jnp.uint32(3), position)
-    got = codes.table(map)[np.asarray(encode(jnp.broadcast_to(jnp.asarray(y), u.shape), map, u))]
+    draw = jax.jit(partial(codes.encode, geometric=geometric), static_argnums=1)
+    got = codes.table(map)[np.asarray(draw(jnp.broadcast_to(jnp.asarray(y), u.shape), map, u))]
     values = np.sort(codes.table(map)[known(map)])
     above = np.clip(np.searchsorted(values, y), 1, len(values) - 1)
     low, high = values[above - 1], values[above]
     assert ((got == low) | (got == high)).all()
-    # The mean is y, within five standard deviations of the mean of so many draws.
     share = (y - low) / (high - low)
+    if geometric:
+        share = share * high / np.maximum(share * high + (1 - share) * low, 1e-30)
+    # Within five standard deviations of the mean of so many draws.
     limit = 5 * np.sqrt(np.maximum(share * (1 - share), 1 / draws) / draws)
     assert (np.abs((got == high).mean(0) - share) <= limit).all()
 
