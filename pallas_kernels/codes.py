@@ -83,6 +83,16 @@ def table(map: Map) -> np.ndarray:
     return np.array(values, np.float32)
 
 
+# The smallest of each decade, by map.
+_FIRSTS: dict[Map, list[float]] = {
+    map: [
+        float(np.float32(float(Fraction(2 * n + 9, 20 * n * 10 ** (6 - i)))))
+        for i, n in enumerate(2 ** (i + shift) for i in range(7))
+    ]
+    for shift, map in enumerate(("dynamic", "dynamic_unsigned"))
+}
+
+
 def _times(x: Array, parts: tuple[float | Array, float | Array]) -> Array:
     return x * parts[0] + x * parts[1]
 
@@ -116,23 +126,43 @@ def _value(k: Int[Array, "*dims"], map: Map) -> Float[Array, "*dims"]:
     return jnp.where(k == 0, 0.0, jnp.where(k == _TOP[map], 1.0, value))
 
 
-def _left(a: Float[Array, "*dims"], map: Map) -> Int[Array, "*dims"]:
-    """The magnitude index at or below `a` in [0, 1]; one off where `a` is all but a value."""
+def _neighbours(a: Float[Array, "*dims"], map: Map) -> tuple[Array, Array, Array]:
+    """The magnitude index at or below `a` in [0, 1], its value, and that of the next.
+
+    Where `a` is all but a value the index may be one off; the nearest is among the two still.
+    """
+    if map in ("dynamic", "dynamic_unsigned"):
+        return _dynamic_neighbours(a, map)
     if map == "int8":
         k = (a * 127).astype(jnp.int32)
-    elif map == "e4m3":
+    else:
         scaled = a * 448
         bits = jax.lax.bitcast_convert_type(scaled, jnp.int32)
         normal = jax.lax.shift_right_logical(bits, jnp.int32(20)) - (120 << 3)
         k = jnp.where(scaled < 2.0**-6, (scaled * 2.0**9).astype(jnp.int32), normal)
-    else:  # cell a * n / (0.9 * 10**(i-6)) - n / 9, less the half that makes it the middle below
-        shift = 0 if map == "dynamic" else 1
-        below = [a < 10.0 ** (i - 6) for i in range(6)]
-        cells = [2 ** (i + shift) for i in range(7)]
-        slope = _by_decade(below, [n / (0.9 * 10.0 ** (i - 6)) for i, n in enumerate(cells)])
-        start = _by_decade(below, [n * 8 / 9 - 0.5 - shift for n in cells])
-        k = (a * slope + start).astype(jnp.int32)  # the sum is above 0 but for the last decade
-    return jnp.clip(k, 0, _TOP[map] - 1)
+    k = jnp.clip(k, 0, _TOP[map] - 1)
+    return k, _value(k, map), _value(k + 1, map)
+
+
+def _dynamic_neighbours(a, map):
+    """Both values are of the lower one's decade, in multiples of its 1 / (20 n 10**(6-i))."""
+    shift = 0 if map == "dynamic" else 1
+    cells = [2.0 ** (i + shift) for i in range(7)]  # n; x = k + shift is n to 2 n - 1
+    first = _FIRSTS[map]  # of each decade
+    below = [a < first[i + 1] for i in range(6)]
+    n = _by_decade(below, cells)
+    slope = _by_decade(below, [c * 10.0 ** (6 - i) / 0.9 for i, c in enumerate(cells)])
+    unit = 2.0 ** -(8 + shift)
+    parts = [_by_decade(below, [p[part] * unit for p in _FIFTHS]) for part in (0, 1)]
+    last, zero = 2 * n - 1, a < first[0]
+    x = (a * slope + (n * (8 / 9) - 0.5)).astype(jnp.int32).astype(jnp.float32)
+    x = jnp.where(zero, n - 1, jnp.maximum(jnp.minimum(x, last), n))
+    low = 18 * x - 16 * n + 9
+    # After a decade's last comes the next one's first, three cells up; or, half a cell up, 1.
+    beyond = jnp.where(below[5], 54.0, 9.0)
+    high = low + jnp.where(x == last, beyond, 18.0)
+    values = [_times(numerator, (parts[0], parts[1])) for numerator in (low, high)]
+    return x.astype(jnp.int32) - shift, jnp.where(zero, 0.0, values[0]), values[1]
 
 
 def decode(code: Int[Array, "*dims"] | UInt[Array, "*dims"], map: Map) -> Float[Array, "*dims"]:
@@ -188,8 +218,7 @@ def encode(
     """
     signed = map != "dynamic_unsigned"
     a = jnp.minimum(jnp.abs(y) if signed else jnp.maximum(y, 0.0), 1.0)
-    k = _left(a, map)
-    low, high = _value(k, map), _value(k + 1, map)
+    k, low, high = _neighbours(a, map)
     to_low, to_high = a - low, high - a
     if noise is not None and geometric:
         up = to_low * high * (1 - noise) > to_high * low * noise
