@@ -15,8 +15,9 @@ The kernel and the plain form are the same functions, on registers and on arrays
 Legend: N pieces, R blocks of a piece, a block [C, W] of C x W elements; W spans a warp.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +33,9 @@ from pallas_kernels.streaming import Moved, Output, Plan
 Mode = Literal["stable", "bitsandbytes"]
 
 DTYPES = ("bfloat16", "float16", "float32")
-PIECE = 1024  # elements, 8 of a thread: with 16 the kernel spills
+PIECE = 1024  # elements, 8 of a thread; more where four blocks are longer
+# Elements of a piece for which the registers suffice that four warpgroups leave a thread.
+MOST_IN_128_REGISTERS = 1536
 SHORTEST, LONGEST = 64, 512  # blocks
 ZERO = 127  # the code of 0 in `dynamic`; in `dynamic_unsigned` it is 0
 # Below it a scale, or its inverse, is subnormal, which GPUs may flush to zero.
@@ -82,7 +85,8 @@ def adam_8bit_update(
     `v' = b2 v + (1 - b2) g^2`, direction `(m' / c1) / (sqrt(v' / c2 + eps_root) + eps)`.
 
     Mode "stable": m's scales carry the sign of their block's extreme, v is rounded at random
-    (`codes.encode`, geometric), and never to 0 from above. Mode "bitsandbytes": scales are magnitudes, both round to nearest.
+    (`codes.encode`, geometric), and never to 0 from above. Mode "bitsandbytes": scales are
+    magnitudes, and both moments are rounded to nearest.
 
     **Exactness**: approximate as the codes are, see `codes`; the direction is of the new
     moments before they are coded. Memory: no moment in float32.
@@ -346,7 +350,9 @@ def kernel(
       Direction or parameter, and new moments.
     """
     out_dtype = g.dtype if p is None else p.dtype
-    sizes = Sizes(-(-g.size // block), block, g.dtype.itemsize, 0 if p is None else p.dtype.itemsize)
+    sizes = Sizes(
+        -(-g.size // block), block, g.dtype.itemsize, 0 if p is None else p.dtype.itemsize
+    )
     shape = sizes.piece
     layout = sizes.layout
 
@@ -370,7 +376,10 @@ def kernel(
         outputs[0][...] = _result(value, first, second, n, mode).astype(out_dtype)
 
         def noise():
-            index = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, i), layout) for i in range(3))
+            index = (
+                plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, i), layout)
+                for i in range(3)
+            )
             r, c, w = index
             place = row * math.prod(shape) + r * block + c * shape[2] + w
             return codes.noise(numbers[1][0], place.astype(jnp.uint32))
@@ -399,7 +408,11 @@ def kernel(
     out, m_codes, m_scale, v_codes, v_scale = results
     whole = partial(_whole, shape=g.shape)
     scales = partial(_whole, shape=m.scale.shape)
-    return whole(out), Coded(whole(m_codes), scales(m_scale)), Coded(whole(v_codes), scales(v_scale))
+    return (
+        whole(out),
+        Coded(whole(m_codes), scales(m_scale)),
+        Coded(whole(v_codes), scales(v_scale)),
+    )
 
 
 class Sizes(NamedTuple):
@@ -440,8 +453,13 @@ class Sizes(NamedTuple):
 
     def plan(self) -> Plan:
         """Grid and buffers."""
-        scales = 2 * max(128, 4 * self.together)
-        return streaming.plan(self.pieces, math.prod(self.piece) * self.element_bytes + scales, 0)
+        elements, scales = math.prod(self.piece), 2 * max(128, 4 * self.together)
+        plan = streaming.plan(self.pieces, elements * self.element_bytes + scales, 0)
+        if elements > MOST_IN_128_REGISTERS:
+            plan = dataclasses.replace(
+                plan, blocks=min(streaming.CORES, -(-self.pieces // 3)), warpgroups=3
+            )
+        return plan
 
     def traffic(self) -> Moved:
         """Bytes that the kernel moves."""
@@ -454,7 +472,7 @@ class Sizes(NamedTuple):
 
 
 def _blocks(x: Array, block: int, fill: int = 0) -> Array:
-    """[*dims] -> [*dims[:-1], blocks, block] if the block divides the last dimension, else [blocks, block]."""
+    """[*dims] -> [*dims[:-1], blocks, block]; [blocks, block] where no block fits in a row."""
     if x.ndim and x.shape[-1] % block == 0:
         return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     return _filled(x, block, fill).reshape(-1, block)
