@@ -333,7 +333,7 @@ def scale_by_adam_8bit(
 
     def update(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         t, zero = count.astype(jnp.float32), unknown_zero(count)
         correction = lambda decay: 1 - jnp.asarray(decay, jnp.float32) ** t
         key = codes.mix(jnp.uint32(moments.seed) + jnp.uint32(0x9E3779B9))
@@ -374,7 +374,7 @@ def scale_by_lion_8bit(
 
     def update(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         zero = unknown_zero(count)
 
         def one(index, g, m):
@@ -412,7 +412,7 @@ def trace_8bit(
 
     def update(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         zero = unknown_zero(count)
 
         def one(index, g, m):

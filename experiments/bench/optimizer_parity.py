@@ -31,10 +31,10 @@ from jaxaccel.nn import DecoderConfig, parameter_count
 from jaxaccel.train_step import StepConfig, make_train_step
 
 MODEL = DecoderConfig(
-    vocab_size=320, layers=4, width=128, heads=4, kv_heads=2, head_size=32, mlp_width=384
+    vocab_size=320, layers=2, width=128, heads=4, kv_heads=4, head_size=32, mlp_width=384
 )
-BATCH, SEQUENCE = 8, 128
-OPTIMIZER = optim.OptimizerConfig(learning_rate=4e-3, warmup_steps=100)
+BATCH, SEQUENCE, VALIDATION = 4, 128, 256  # the last in batches
+OPTIMIZER = optim.OptimizerConfig(learning_rate=2e-3, warmup_steps=100, final_fraction=0.0)
 NAMES: tuple[optim.Name, ...] = ("adamw", "adamw-8bit")
 SEEDS = (0, 1, 2)
 BAR = 0.5  # per cent of the validation loss
@@ -45,7 +45,7 @@ LAST = 100  # steps whose training losses are averaged
 class Options:
     """Trains one model with float32 and with 8-bit moments, three seeds each."""
 
-    steps: int = 1200
+    steps: int = 1000
     """Optimizer steps of each training."""
     json: bool = False
     """One JSON object a training and line, and nothing else on standard output."""
@@ -63,7 +63,7 @@ def train(name: optim.Name, seed: int, corpus: data.Corpus, steps: int) -> dict[
         state, figures = made.step(state, made.place(next(batches)))
         losses.append(float(figures.loss))
     seconds = time.perf_counter() - start
-    held_out = data.validation_batches(corpus, batch=BATCH, sequence=SEQUENCE)
+    held_out = data.validation_batches(corpus, batch=BATCH, sequence=SEQUENCE, limit=VALIDATION)
     validation, tokens = mean_loss(made, state.params, held_out)
     return {
         "validation_loss": validation,
