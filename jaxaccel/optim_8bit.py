@@ -32,8 +32,9 @@ below (`jaxaccel.blockwise`); `"bitsandbytes"` adds the defects above.
 Blocks lie within the last dimension of a parameter where one fits, so that codes and scales are
 sharded like it and no block is shared by two devices (`block_for`); what is computed does not
 depend on the sharding in any case. It pays where optimizer state is a large part of memory:
-with few parameters a device, gradients and activations outweigh it. A fused kernel, which would
-save the passes over float32 moments that XLA makes, is not here.
+with few parameters a device, gradients and activations outweigh it. On Hopper, Adam's step is one
+kernel that holds no moment in float32 (`pallas_kernels.adam_8bit`); programs that XLA partitions
+over devices, and other machines, have the same arithmetic from XLA.
 """
 
 import dataclasses
@@ -53,6 +54,7 @@ from jaxaccel.blockwise import (
     zeros_like,
 )
 from pallas_kernels import codes
+from pallas_kernels.adam_8bit import Coded, Scalars, adam_8bit_update, product
 
 Mode = Literal["stable", "bitsandbytes"]
 Moment = BlockQuantized | Array  # what is not coded is float32
@@ -124,37 +126,6 @@ def block_for(shape: tuple[int, ...], moments: Moments) -> int:
     return block
 
 
-class Scalars(NamedTuple):
-    """What one step of Adam shares over all elements of a parameter; floats or float32 scalars."""
-
-    b1: Any
-    b2: Any
-    eps: Any
-    eps_root: Any
-    correction1: Any  # 1 - b1**t
-    correction2: Any
-    seed: UInt[Array, ""]  # of this step and parameter
-    zero: UInt[Array, ""]  # 0: see `product`
-
-
-def product(a: Array, b: Any, zero: UInt[Array, ""]) -> Array:
-    """`a * b`, rounded, in whatever sum it stands.
-
-    A compiler may fuse a multiplication into an addition, and does so in one program and not in
-    the next: on another mesh a moment would differ in its last bit, and its code now and then.
-    A zero that it does not know to be one, combined with the bits of the product, is in its way.
-
-    Args:
-      a, b: float32.
-      zero: uint32, from `unknown_zero`.
-
-    Returns:
-      float32.
-    """
-    bits = jax.lax.bitcast_convert_type(a * b, jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits ^ zero, jnp.float32)
-
-
 def unknown_zero(count: Int[Array, ""]) -> UInt[Array, ""]:
     """0, of a step counter that is never negative, which no compiler knows."""
     return count.astype(jnp.uint32) >> jnp.uint32(31)
@@ -165,30 +136,20 @@ def read(moment: Moment) -> Float[Array, "..."]:
     return dequantize_blockwise(moment) if isinstance(moment, BlockQuantized) else moment
 
 
-def write(
-    value: Float[Array, "..."], like: Moment, mode: Mode, seed: Array | None = None
-) -> Moment:
-    """A moment in the form of `like`.
+def write(value: Float[Array, "..."], like: Moment, mode: Mode) -> Moment:
+    """A first moment in the form of `like`, rounded to nearest.
 
     Args:
       value: float32.
       like: the moment that it replaces.
       mode: see the head of this module.
-      seed: uint32, to round at random in mode `stable`.
 
     Returns:
       Codes, or `value` where `like` is float32.
     """
     if not isinstance(like, BlockQuantized):
         return value
-    if mode == "bitsandbytes":
-        return quantize_blockwise(value, like.block, like.code)
-    if like.code == "dynamic":
-        return quantize_blockwise(value, like.block, like.code, signed=True)
-    coded = quantize_blockwise(value, like.block, like.code, rounding="geometric", seed=seed)
-    # Geometric rounding does not make a zero either, but where its products underflow.
-    never_zero = jnp.where(value > 0, jnp.maximum(coded.codes, 1), coded.codes)
-    return dataclasses.replace(coded, codes=never_zero)
+    return quantize_blockwise(value, like.block, like.code, signed=mode == "stable")
 
 
 def adam_leaf(
@@ -196,8 +157,7 @@ def adam_leaf(
 ) -> tuple[Float[Array, "*dims"], Moment, Moment]:
     """One step of Adam for one parameter: the direction, and the moments that follow.
 
-    A pure function of its arguments, elementwise but for the largest magnitude of each block:
-    what a fused kernel has to compute.
+    A pure function of its arguments, elementwise but for the largest magnitude of each block.
 
     Args:
       g: the gradient.
@@ -210,15 +170,16 @@ def adam_leaf(
       `(m / c1) / (sqrt(v / c2 + eps_root) + eps)` of the new moments before they are rounded,
       in the type of `g`; the new moments.
     """
+    if isinstance(m, BlockQuantized) and isinstance(v, BlockQuantized):
+        held = [Coded(x.codes, x.scale) for x in (m, v)]
+        update, *coded = adam_8bit_update(g, *held, s, block=m.block, mode=mode)
+        m, v = (dataclasses.replace(x, **new._asdict()) for x, new in zip((m, v), coded))
+        return update, m, v
     grad = g.astype(jnp.float32)
-    first, second = read(m), read(v)
-    if mode == "stable" and isinstance(v, BlockQuantized):
-        first = jnp.where(second == 0, 0.0, first)
-    first = product(first, s.b1, s.zero) + product(grad, 1 - s.b1, s.zero)
-    second = product(second, s.b2, s.zero) + product(grad * grad, 1 - s.b2, s.zero)
+    first = product(m, s.b1, s.zero) + product(grad, 1 - s.b1, s.zero)
+    second = product(v, s.b2, s.zero) + product(grad * grad, 1 - s.b2, s.zero)
     root = jnp.sqrt(second / s.correction2 + s.eps_root)
-    update = (first / s.correction1) / (root + s.eps)
-    return update.astype(g.dtype), write(first, m, mode), write(second, v, mode, s.seed)
+    return ((first / s.correction1) / (root + s.eps)).astype(g.dtype), first, second
 
 
 class ScaleByAdam8bitState(NamedTuple):

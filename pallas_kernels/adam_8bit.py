@@ -400,8 +400,10 @@ def kernel(
     results = streaming.stream(
         adam_8bit,
         rows,
-        [Output(out_dtype, 0 if p is None else 5)]
-        + [Output(x.dtype, i) for i, x in enumerate(rows[1:5], start=1)],
+        [
+            Output(out_dtype, 0) if p is None else Output(out_dtype, 5, overwrites=True),
+            *(Output(rows[i].dtype, i, overwrites=True) for i in range(1, 5)),
+        ],
         sizes.plan(),
         numbers=[numbers, bits],
     )

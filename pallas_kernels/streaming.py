@@ -11,6 +11,7 @@ dimension), and its elements lie across the 128 threads of a warpgroup. Rows of 
 are padded. Kernels go through a row in chunks of up to 16 lines, 16 registers of float32 each.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import backend
+from pallas_kernels import backend, manual_axes
 
 LINE = 128
 CHUNK = 16  # lines
@@ -58,6 +59,7 @@ class Output:
 
     dtype: Any
     place: int | None = None  # which input's, of the same dtype
+    overwrites: bool = False  # that input in memory, too; XLA copies what it needs longer
 
 
 class Moved(NamedTuple):
@@ -146,15 +148,19 @@ def stream(
     """
     count = len(rows[0])
     stages, workers = sizes.stages, sizes.workers
-    groups = tuple(map(len, (rows, shared, numbers, outputs, extra, rows, shared)))
+    if any(map(manual_axes.varying, rows)):  # pl.kernel takes no references to such (jax 0.12.0.1)
+        outputs = [dataclasses.replace(out, overwrites=False) for out in outputs]
     own = [i for i, out in enumerate(outputs) if out.place is None]
-    out_shapes = [rows[out.place or 0].shape for out in outputs]
+    new = [out for out in outputs if not out.overwrites]
+    shape_of = lambda out: rows[out.place or 0].shape
+    groups = tuple(map(len, (rows, shared, numbers, new, extra, rows, shared)))
 
     def body(*refs):
         refs = iter(refs)
         take = lambda n: [next(refs) for _ in range(n)]
-        ins, shared_gmem, numbers_gmem, outs, extra_gmem, buffers, shared_smem = map(take, groups)
+        ins, shared_gmem, numbers_gmem, news, extra_gmem, buffers, shared_smem = map(take, groups)
         own_buffers, (full, ready), more = take(len(own)), take(2), list(refs)
+        outs = [ins[out.place] if out.overwrites else news.pop(0) for out in outputs]
         results = [
             own_buffers[own.index(i)] if out.place is None else buffers[out.place]
             for i, out in enumerate(outputs)
@@ -209,11 +215,11 @@ def stream(
     body.__name__ = compute.__name__
     slots = sizes.warpgroups * stages
     ring = lambda shape, dtype: plgpu.SMEM((slots, *_held(shape[1:], dtype)), dtype)
-    out_types = [
-        jax.ShapeDtypeStruct(shape, out.dtype)
-        for shape, out in zip(out_shapes, outputs, strict=True)
-    ] + list(extra)
-    return plgpu.kernel(
+    out_types = [jax.ShapeDtypeStruct(shape_of(out), out.dtype) for out in new] + list(extra)
+    overwritten = {out.place for out in outputs if out.overwrites}
+    operands = [jax.new_ref(x) if i in overwritten else x for i, x in enumerate(rows)]
+    written = out_types + [rows[i] for i in overwritten]
+    made = plgpu.kernel(
         body,
         out_type=out_types,
         grid=(sizes.blocks,),
@@ -223,14 +229,16 @@ def stream(
         scratch_types=[
             *(ring(x.shape, x.dtype) for x in rows),
             *(plgpu.SMEM(x.shape, x.dtype) for x in shared),
-            *(ring(out_shapes[i], outputs[i].dtype) for i in own),
+            *(ring(shape_of(outputs[i]), outputs[i].dtype) for i in own),
             plgpu.Barrier(num_arrivals=len(rows), num_barriers=slots),
             plgpu.Barrier(num_arrivals=max(1, len(shared)), num_barriers=1),
             *scratch,
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **backend.cost(0, rows, shared, numbers, out_types),
-    )(*rows, *shared, *numbers)
+        **backend.cost(0, rows, shared, numbers, written),
+    )(*operands, *shared, *numbers)
+    made = list(made)
+    return [operands[out.place][...] if out.overwrites else made.pop(0) for out in outputs] + made
 
 
 def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
