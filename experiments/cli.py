@@ -21,6 +21,12 @@ def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: 
     Raises:
       UserError: an option is unknown (the message names the nearest) or its value is not legal.
     """
+    # An option cannot be a group of others at once: `--optimizer NAME` stands for one of its group.
+    short = {"--optimizer": "--optimizer.name"}
+    args = [
+        "=".join([short.get(option, option), *value])
+        for option, *value in (arg.split("=", 1) for arg in args)
+    ]
     start = tyro.MISSING_NONPROP if default is None else default
     refusal = io.StringIO()
     try:

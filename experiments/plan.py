@@ -86,7 +86,7 @@ def build_step(config: TrainConfig, on: Target) -> TrainStep:
         with user_errors():
             sizes = sharding.parse_mesh(config.mesh, on.count)
             check_options(config, sizes)
-            optimizer = optim.adamw(config.optimizer, config.steps)
+            optimizer = optim.make(config.optimizer, config.steps)
             return make_train_step(config.model, optimizer, step_config(config), on.mesh(sizes))
     except MissingExtra as error:
         raise UserError(str(error)) from error
@@ -140,6 +140,10 @@ def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
         changes["activations"].append(same(f"--micro-batches {parts}", micro_batches=parts))
     if config.precision == "float32":
         changes["static"].append(same("--precision bfloat16", precision="bfloat16"))
+    coded: dict[optim.Name, optim.Name] = {"adamw": "adamw-8bit", "lion": "lion-8bit"}
+    if name := coded.get(config.optimizer.name):
+        optimizer = dataclasses.replace(config.optimizer, name=name)
+        changes["static"].append(same(f"--optimizer {name}", optimizer=optimizer))
     twice = 2 * made.on.gpus_per_node
     if not config.mesh and made.on.nodes == 1 and twice <= MAX_GPUS_PER_NODE and rows % 2 == 0:
         wider = dataclasses.replace(made.on, gpus_per_node=twice)
@@ -164,11 +168,12 @@ def table(report: Report, analysis: Analysis) -> str:
     """The report for people."""
     r = report
     rest = r.temporaries_gib - r.activations_gib - r.gradients_gib
+    per_parameter = 4 * r.optimizer_gib / r.parameters_gib  # parameters are float32
     lines = [
         f"{r.config} on {r.target}, each device (compiled):",
         f"  peak memory      {r.peak_gib:9.2f} GiB",
         f"  parameters       {r.parameters_gib:9.2f}",
-        f"  optimizer        {r.optimizer_gib:9.2f}",
+        f"  optimizer        {r.optimizer_gib:9.2f}   {per_parameter:.2f} bytes a parameter",
         f"  temporaries      {r.temporaries_gib:9.2f}   of these:",
         f"    activations    {r.activations_gib:9.2f}",
         f"    gradients      {r.gradients_gib:9.2f}",

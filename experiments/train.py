@@ -105,7 +105,7 @@ def train(name: str, config: TrainConfig) -> int:
     rate = optim.schedule(config.optimizer, config.steps)
 
     def build(config: TrainConfig) -> TrainStep:
-        optimizer = optim.adamw(config.optimizer, config.steps)
+        optimizer = optim.make(config.optimizer, config.steps)
         with user_errors():
             return make_train_step(config.model, optimizer, step_config(config), mesh)
 
@@ -310,7 +310,7 @@ def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return (
         f"{count:,} parameters; {tokens:,} tokens a step; {flops:.4g} FLOP a token; "
-        f"{config.precision}; mesh {mesh}"
+        f"{config.optimizer.name}; {config.precision}; mesh {mesh}"
     )
 
 

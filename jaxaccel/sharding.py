@@ -9,7 +9,9 @@ activations and checkpoints all take their sharding from here.
   tensor  heads, MLP and vocabulary cut (Megatron)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -277,8 +279,13 @@ def like_parameters(
 ) -> PyTree[NamedSharding]:
     """Shardings for optimizer state: moments lie like their parameter, the rest is whole.
 
+    A moment may consist of several arrays: one of the parameter's shape, and others beside it. Of
+    these, what is shaped like the parameter but for the last dimension (scales of blocks along it)
+    is cut like it as far as that dimension divides.
+
     Args:
-      state: abstract optimizer state, whose subtrees shaped like `parameters` are moments.
+      state: abstract optimizer state, whose subtrees with the structure of `parameters` and
+        arrays of their shapes are moments; masked parameters may be missing.
       parameters: abstract parameters.
       placed: a sharding for each parameter.
       mesh: where everything else is replicated.
@@ -286,13 +293,38 @@ def like_parameters(
     Returns:
       A tree like `state` with a sharding at each leaf.
     """
-    structure = jax.tree.structure(parameters)
+    structure, whole = jax.tree.structure(parameters), replicated(mesh)
     shapes = [x.shape for x in jax.tree.leaves(parameters)]
 
-    def is_moment(node):
-        leaves = jax.tree.leaves(node)
-        return jax.tree.structure(node) == structure and [x.shape for x in leaves] == shapes
+    def moments(node: PyTree) -> list[PyTree] | None:
+        """What `node` holds for each parameter; None if it is no tree of moments."""
+        try:
+            parts = structure.flatten_up_to(node)
+        except ValueError:
+            return None
+        first = [jax.tree.leaves(part)[:1] for part in parts]
+        fits = all(x.shape == shape for found, shape in zip(first, shapes) for x in found)
+        return parts if fits and any(first) else None
 
-    return jax.tree.map(
-        lambda node: placed if is_moment(node) else replicated(mesh), state, is_leaf=is_moment
-    )
+    def place(node: PyTree) -> PyTree[NamedSharding]:
+        if (parts := moments(node)) is None:
+            return whole
+        beside = [
+            jax.tree.map(lambda x, shape=shape, where=where: _beside(x, shape, where), part)
+            for part, shape, where in zip(parts, shapes, jax.tree.leaves(placed))
+        ]
+        return structure.unflatten(beside)
+
+    return jax.tree.map(place, state, is_leaf=lambda node: moments(node) is not None)
+
+
+def _beside(x: Any, shape: tuple[int, ...], where: NamedSharding) -> NamedSharding:
+    """Where an array that belongs to a parameter of this shape lies."""
+    if x.shape == shape:
+        return where
+    if not shape or x.ndim != len(shape) or x.shape[:-1] != shape[:-1]:
+        return NamedSharding(where.mesh, PartitionSpec())
+    spec = (*where.spec, *[None] * (len(shape) - len(where.spec)))
+    axes = (spec[-1],) if isinstance(spec[-1], str) else spec[-1] or ()
+    divides = x.shape[-1] % math.prod(where.mesh.shape[axis] for axis in axes) == 0
+    return NamedSharding(where.mesh, PartitionSpec(*spec[:-1], spec[-1] if divides else None))

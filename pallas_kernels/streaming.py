@@ -11,6 +11,7 @@ dimension), and its elements lie across the 128 threads of a warpgroup. Rows of 
 are padded. Kernels go through a row in chunks of up to 16 lines, 16 registers of float32 each.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import backend
+from pallas_kernels import backend, manual_axes
 
 LINE = 128
 CHUNK = 16  # lines
@@ -58,6 +59,7 @@ class Output:
 
     dtype: Any
     place: int | None = None  # which input's, of the same dtype
+    overwrites: bool = False  # that input in memory, too; XLA copies what it needs longer
 
 
 class Moved(NamedTuple):
@@ -130,11 +132,12 @@ def stream(
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
         output may be an input; numbers are read, extra is references to the results below.
-      rows: each [N, C, 128], N at least 1.
-      outputs: of the same shape.
+      rows: each [N, C, 128], N at least 1; or [N, ...], a row at most 256 each way, and a
+        multiple of 16 bytes.
+      outputs: each of the shape of the rows whose place it takes, or else of the first.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
-      numbers: [N], of which a row gets its own, or [1].
+      numbers: [N], of which a row gets its own, or [1]; of [1, n] it gets all, as a tuple.
       extra: other results, which `compute` and `finish` write, element by element.
       state: makes what a warpgroup carries from row to row, in registers.
       finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
@@ -143,16 +146,21 @@ def stream(
     Returns:
       The outputs, [N, C, 128], then the extra results.
     """
-    count, lines, _ = rows[0].shape
+    count = len(rows[0])
     stages, workers = sizes.stages, sizes.workers
-    groups = tuple(map(len, (rows, shared, numbers, outputs, extra, rows, shared)))
+    if any(map(manual_axes.varying, rows)):  # pl.kernel takes no references to such (jax 0.12.0.1)
+        outputs = [dataclasses.replace(out, overwrites=False) for out in outputs]
     own = [i for i, out in enumerate(outputs) if out.place is None]
+    new = [out for out in outputs if not out.overwrites]
+    shape_of = lambda out: rows[out.place or 0].shape
+    groups = tuple(map(len, (rows, shared, numbers, new, extra, rows, shared)))
 
     def body(*refs):
         refs = iter(refs)
         take = lambda n: [next(refs) for _ in range(n)]
-        ins, shared_gmem, numbers_gmem, outs, extra_gmem, buffers, shared_smem = map(take, groups)
+        ins, shared_gmem, numbers_gmem, news, extra_gmem, buffers, shared_smem = map(take, groups)
         own_buffers, (full, ready), more = take(len(own)), take(2), list(refs)
+        outs = [ins[out.place] if out.overwrites else news.pop(0) for out in outputs]
         results = [
             own_buffers[own.index(i)] if out.place is None else buffers[out.place]
             for i, out in enumerate(outputs)
@@ -167,7 +175,7 @@ def stream(
         def load(i):
             row, slot = place(i)
             for x, buffer in zip(ins, buffers, strict=True):
-                plgpu.copy_gmem_to_smem(x.at[row], buffer.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(x.at[row], _of(buffer, slot, x), full.at[slot])
 
         @pl.when(me == 0)
         def load_shared():
@@ -182,9 +190,12 @@ def stream(
         def step(i, carry):
             row, slot = place(i)
             # While the row is on its way.
-            values = [ref[row if ref.shape[0] == count else 0] for ref in numbers_gmem]
+            values = [_numbers(ref, row if ref.shape[0] == count else 0) for ref in numbers_gmem]
             plgpu.barrier_wait(full.at[slot])
-            inputs, out = ([ref.at[slot] for ref in some] for some in (buffers, results))
+            inputs, out = (
+                [_of(ref, slot, x) for ref, x in zip(some, of, strict=True)]
+                for some, of in ((buffers, ins), (results, outs))
+            )
             carry = compute(carry, row, inputs, out, shared_smem, values, extra_gmem)
             plgpu.commit_smem()
             for k, (ref, x) in enumerate(zip(out, outs, strict=True)):
@@ -205,9 +216,12 @@ def stream(
 
     body.__name__ = compute.__name__
     slots = sizes.warpgroups * stages
-    ring = lambda dtype: plgpu.SMEM((slots, lines, LINE), dtype)
-    out_types = [jax.ShapeDtypeStruct(rows[0].shape, out.dtype) for out in outputs] + list(extra)
-    return plgpu.kernel(
+    ring = lambda shape, dtype: plgpu.SMEM((slots, *_held(shape[1:], dtype)), dtype)
+    out_types = [jax.ShapeDtypeStruct(shape_of(out), out.dtype) for out in new] + list(extra)
+    overwritten = {out.place for out in outputs if out.overwrites}
+    operands = [jax.new_ref(x) if i in overwritten else x for i, x in enumerate(rows)]
+    written = out_types + [rows[i] for i in overwritten]
+    made = plgpu.kernel(
         body,
         out_type=out_types,
         grid=(sizes.blocks,),
@@ -215,13 +229,33 @@ def stream(
         num_threads=sizes.warpgroups,
         thread_name="warpgroup",
         scratch_types=[
-            *(ring(x.dtype) for x in rows),
+            *(ring(x.shape, x.dtype) for x in rows),
             *(plgpu.SMEM(x.shape, x.dtype) for x in shared),
-            *(ring(outputs[i].dtype) for i in own),
+            *(ring(shape_of(outputs[i]), outputs[i].dtype) for i in own),
             plgpu.Barrier(num_arrivals=len(rows), num_barriers=slots),
             plgpu.Barrier(num_arrivals=max(1, len(shared)), num_barriers=1),
             *scratch,
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        **backend.cost(0, rows, shared, numbers, out_types),
-    )(*rows, *shared, *numbers)
+        **backend.cost(0, rows, shared, numbers, written),
+    )(*operands, *shared, *numbers)
+    made = list(made)
+    return [operands[out.place][...] if out.overwrites else made.pop(0) for out in outputs] + made
+
+
+def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """A row's shape in shared memory, where TMA wants each at a multiple of 128 bytes."""
+    least = 128 // jnp.dtype(dtype).itemsize
+    return row if math.prod(row) % least == 0 else (*row[:-1], -(-row[-1] // least) * least)
+
+
+def _numbers(ref: Any, row: Any) -> Any:
+    """One number of an [N]; all of a [1, n]."""
+    return ref[row] if len(ref.shape) == 1 else tuple(ref[0, i] for i in range(ref.shape[1]))
+
+
+def _of(ring: Any, slot: Any, x: Any) -> Any:
+    """The part of a slot that holds a row of `x`."""
+    if ring.shape[1:] == x.shape[1:]:
+        return ring.at[slot]
+    return ring.at[slot, *(pl.ds(0, n) for n in x.shape[1:])]

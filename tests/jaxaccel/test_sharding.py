@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxaccel import sharding
+from jaxaccel import optim, sharding
 
 
 @pytest.mark.parametrize(
@@ -127,3 +128,25 @@ def test_moments_lie_like_their_parameters():
     adam = got[1][0]
     assert adam.mu == placed and adam.nu == placed
     assert adam.count == sharding.replicated(mesh) == got[1][2].count
+
+
+def test_codes_and_scales_lie_like_their_parameter():
+    mesh = sharding.make_mesh(sharding.parse_mesh("fsdp=4,tensor=2", 8))
+    shapes = {"even": (64, 2048), "shared": (64, 768), "flat": (64, 100), "masked": (4, 4)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    cut = sharding.sharding(mesh, ("mlp", "embed"), (8, 8))
+    placed = dict.fromkeys(params, cut)
+    mask = {name: name != "masked" for name in params}
+    adam = optax.masked(optim.scale_by_adam_8bit(moments=optim.Moments(min_size=0)), mask)
+    state = jax.eval_shape(adam.init, params)
+    got = sharding.like_parameters(state, params, placed, mesh)
+    assert jax.tree.structure(got) == jax.tree.structure(state)
+    spec = lambda *axes: NamedSharding(mesh, P(*axes))
+    moments = got.inner_state.nu
+    for name in ("even", "shared", "flat"):
+        assert moments[name].codes == cut
+    assert moments["even"].scale.spec == P("tensor", "fsdp")
+    assert moments["shared"].scale.spec == P("tensor", None)  # two blocks over four
+    assert moments["flat"].scale == spec()
+    assert isinstance(moments["masked"], optax.MaskedNode)
+    assert got.inner_state.count == spec()

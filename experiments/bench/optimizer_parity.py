@@ -1,0 +1,144 @@
+"""Whether training with 8-bit moments ends where training with float32 moments ends.
+
+    python -m experiments.bench.optimizer_parity [--json] [--steps N]
+
+A byte-level model is trained on the default source (the standard library's own text) with
+`adamw` and with `adamw-8bit`, from the same parameters on the same batches, for each of three
+seeds. What is compared is the validation loss over the whole held-out split.
+
+Two runs that differ in one bit drift apart, so a gap has noise: that between the seeds, in the
+table beside it, is an upper bound of it.
+
+Prints a table, or with `--json` one object a training and line, as soon as it is done.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from experiments import allocator, cli, data, metrics, tokenizer
+from experiments.errors import UserError
+from experiments.eval import mean_loss
+from jaxaccel import optim, sharding
+from jaxaccel.memory import sharded_bytes
+from jaxaccel.nn import DecoderConfig, parameter_count
+from jaxaccel.train_step import StepConfig, make_train_step
+
+MODEL = DecoderConfig(
+    vocab_size=320, layers=2, width=128, heads=4, kv_heads=4, head_size=32, mlp_width=384
+)
+BATCH, SEQUENCE, VALIDATION = 4, 128, 256  # the last in batches
+OPTIMIZER = optim.OptimizerConfig(learning_rate=2e-3, warmup_steps=100, final_fraction=0.0)
+NAMES: tuple[optim.Name, ...] = ("adamw", "adamw-8bit")
+SEEDS = (0, 1, 2)
+BAR = 0.5  # per cent of the validation loss
+LAST = 100  # steps whose training losses are averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Trains one model with float32 and with 8-bit moments, three seeds each."""
+
+    steps: int = 1000
+    """Optimizer steps of each training."""
+    json: bool = False
+    """One JSON object a training and line, and nothing else on standard output."""
+
+
+def train(name: optim.Name, seed: int, corpus: data.Corpus, steps: int) -> dict[str, Any]:
+    """One training from its first parameters to its losses."""
+    mesh = sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices("cpu")[:1])
+    config = dataclasses.replace(OPTIMIZER, name=name)
+    made = make_train_step(MODEL, optim.make(config, steps), StepConfig(remat="none"), mesh)
+    batches = data.train_iterator(corpus, batch=BATCH, sequence=SEQUENCE, seed=seed)
+    state, losses = made.init(jax.random.key(seed)), []
+    start = time.perf_counter()
+    for _ in range(steps):
+        state, figures = made.step(state, made.place(next(batches)))
+        losses.append(float(figures.loss))
+    seconds = time.perf_counter() - start
+    held_out = data.validation_batches(corpus, batch=BATCH, sequence=SEQUENCE, limit=VALIDATION)
+    validation, tokens = mean_loss(made, state.params, held_out)
+    return {
+        "validation_loss": validation,
+        "validation_tokens": tokens,
+        "training_loss": statistics.mean(losses[-LAST:]),
+        "seconds": seconds,
+        "skipped_steps": int(state.skipped),
+        "state_bytes_per_parameter": sharded_bytes(made.abstract_state.opt_state)
+        / parameter_count(MODEL),
+    }
+
+
+def measure(steps: int) -> Iterator[dict[str, Any]]:
+    """The trainings, as `--json` prints them."""
+    corpus = data.load_corpus(data.DataConfig(), tokenizer.load("bytes"))
+    for seed in SEEDS:
+        reference = {}
+        for name in NAMES:
+            print(f"{name}, seed {seed}: {steps} steps", file=sys.stderr)
+            found = train(name, seed, corpus, steps)
+            reference = reference or found
+            gap = 100 * (found["validation_loss"] / reference["validation_loss"] - 1)
+            yield {
+                "optimizer": name,
+                "seed": seed,
+                "validation_gap_percent": gap,
+                **found,
+                "steps": steps,
+                "batch": BATCH,
+                "sequence": SEQUENCE,
+                "model": dataclasses.asdict(MODEL),
+                "numbers": dataclasses.asdict(OPTIMIZER),
+                "environment": metrics.environment(),
+            }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results for people: losses, gaps and the bar they are held to."""
+    first, m = rows[0], rows[0]["model"]
+    lines = [
+        f"{m['layers']} layers, width {m['width']}, {parameter_count(MODEL):,} parameters; "
+        f"{first['steps']} steps of {first['batch']} x {first['sequence']} tokens; "
+        f"validation on {first['validation_tokens']:,} tokens, in nats a token",
+        "optimizer    seed  validation       gap  last steps  state, B/parameter",
+    ]
+    for r in rows:
+        lines.append(
+            f"{r['optimizer']:<12} {r['seed']:>4} {r['validation_loss']:>11.4f} "
+            f"{r['validation_gap_percent']:>+7.3f} % {r['training_loss']:>10.4f} "
+            f"{r['state_bytes_per_parameter']:>18.2f}"
+        )
+    gaps = [r["validation_gap_percent"] for r in rows if r["optimizer"] != NAMES[0]]
+    verdict = "within" if max(map(abs, gaps)) <= BAR else "BEYOND"
+    lines.append(
+        f"{NAMES[1]}: mean gap {statistics.mean(gaps):+.3f} %, the largest "
+        f"{max(gaps, key=abs):+.3f} %, {verdict} the bar of {BAR} %"
+    )
+    versions = first["environment"]["versions"]
+    lines.append(", ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib", "optax")))
+    return "\n".join(lines)
+
+
+def main(options: Options) -> None:
+    """Trains, and prints the results."""
+    if options.steps < 1:
+        raise UserError(f"--steps is {options.steps}; it must be at least 1")
+    allocator.keep_freed_memory()
+    rows = []
+    for row in measure(options.steps):
+        rows.append(row)
+        if options.json:
+            print(json.dumps(row), flush=True)
+    if not options.json:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    cli.run(main, Options)
