@@ -39,7 +39,7 @@ over devices, and other machines, have the same arithmetic from XLA.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp

@@ -367,11 +367,11 @@ def kernel(
 
     def adam_8bit(state, row, inputs, outputs, shared, numbers, extra):
         g_ref, m_ref, m_scale, v_ref, v_scale, *p_ref = inputs
-        n, (seed, nothing) = _Numbers(*numbers[0]), numbers[1]
+        n = _Numbers(*(numbers[0][i] for i in range(len(_Numbers._fields))))
         gradient = read(g_ref).astype(jnp.float32)
         first = codes.decode(read(m_ref), "dynamic") * spread(m_scale[...])
         second = codes.decode(read(v_ref), "dynamic_unsigned") * spread(v_scale[...])
-        first, second = _new_moments(gradient, first, second, n, nothing, mode)
+        first, second = _new_moments(gradient, first, second, n, numbers[1][1], mode)
         value = read(p_ref[0]).astype(jnp.float32) if p_ref else None
         outputs[0][...] = _result(value, first, second, n, mode).astype(out_dtype)
 
@@ -382,7 +382,7 @@ def kernel(
             )
             r, c, w = index
             place = row * math.prod(shape) + r * block + c * shape[2] + w
-            return codes.noise(seed, place.astype(jnp.uint32))
+            return codes.noise(numbers[1][0], place.astype(jnp.uint32))
 
         for x, map, codes_ref, scale_ref in (
             (first, "dynamic", outputs[1], outputs[2]),

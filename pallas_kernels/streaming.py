@@ -131,13 +131,13 @@ def stream(
     Args:
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
-        output may be an input; numbers are read, extra is references to the results below.
+        output may be an input; numbers are read, or references, as are extra, the results below.
       rows: each [N, C, 128], N at least 1; or [N, ...], a row at most 256 each way, and a
         multiple of 16 bytes.
       outputs: each of the shape of the rows whose place it takes, or else of the first.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
-      numbers: [N], of which a row gets its own, or [1]; of [1, n] it gets all, as a tuple.
+      numbers: [N], of which a row gets its own, or [1]; of [1, n] a reference [n].
       extra: other results, which `compute` and `finish` write, element by element.
       state: makes what a warpgroup carries from row to row, in registers.
       finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
@@ -250,8 +250,8 @@ def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
 
 
 def _numbers(ref: Any, row: Any) -> Any:
-    """One number of an [N]; all of a [1, n]."""
-    return ref[row] if len(ref.shape) == 1 else tuple(ref[0, i] for i in range(ref.shape[1]))
+    """One number of an [N], read; of [1, n] the reference, for registers to be spared."""
+    return ref[row] if len(ref.shape) == 1 else ref.at[0]
 
 
 def _of(ring: Any, slot: Any, x: Any) -> Any:
