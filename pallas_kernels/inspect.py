@@ -29,10 +29,18 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import backend, example_linear_residual
+from pallas_kernels import (
+    adam_8bit,
+    backend,
+    example_linear_residual,
+    fp8_matmul,
+    rms_norm,
+    swiglu,
+)
 from pallas_kernels import target as targets
 from pallas_kernels.attention import cases as attention
 from pallas_kernels.build import Build, CompileError, build, build_all, check_target
+from pallas_kernels.cross_entropy import cases as cross_entropy
 from pallas_kernels.gpus import Gpu
 
 __all__ = ["KERNELS", "Case", "Entry", "build", "main", "report", "roofline_seconds", "simulate"]
@@ -63,6 +71,12 @@ KERNELS: dict[str, Entry] = {
     "attention_forward": Entry(attention.forward_cases, _SMALL),
     "attention_backward": Entry(attention.backward_cases, _SMALL),
     "example_linear_residual": Entry(example_linear_residual.cases, {"M": 128, "K": 320, "N": 256}),
+    "rms_norm": Entry(rms_norm.cases, {"N": 24, "D": 512}),
+    "swiglu": Entry(swiglu.cases, {"N": 12, "F": 1024}),
+    "cross_entropy_forward": Entry(cross_entropy.forward_cases, {"N": 128, "D": 128, "V": 600}),
+    "cross_entropy_backward": Entry(cross_entropy.backward_cases, {"N": 128, "D": 128, "W": 512}),
+    "fp8_matmul": Entry(fp8_matmul.cases, {"M": 128, "N": 256, "K": 384}),
+    "adam_8bit": Entry(adam_8bit.cases, {"N": 12, "D": 1024}),
 }
 
 
