@@ -119,10 +119,11 @@ def linear_cross_entropy(
     accumulate in float32; softmax and sums are float32; the gradient of the logits is rounded
     to `hidden`'s dtype before its two matmuls. Runs are bit-equal.
 
-    **Memory**: on XLA a chunk of logits, in float32. By the kernels none; in the backward pass
-    the gradient of the logits of a slice of the vocabulary, in 16 bits, at most 2**27 bytes, or
-    2048 words where these are more. **Compute**: three matmuls of 2 N V D FLOP on XLA for one row
-    of labels without `axis_name`; four elsewhere, as the backward pass makes the logits again.
+    **Memory**: on XLA a chunk of logits, in float32. By the kernels no logits, but a slice of the
+    head in 16 bits, at most 2**26 bytes, and in the backward pass the gradient of a slice's
+    logits in 16 bits, at most 2**27 bytes, or 2048 words where that is more, and hidden's
+    gradient in float32. **Compute**: three matmuls of 2 N V D FLOP on XLA for one row of labels
+    without `axis_name`; four elsewhere, as the backward pass makes the logits again.
 
     Args:
       hidden: [N, D] or [B, T, D]; float32, bfloat16 or float16.

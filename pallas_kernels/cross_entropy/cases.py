@@ -1,9 +1,10 @@
 """Linear cross-entropy's kernels one at a time, for the table of `pallas_kernels.inspect`.
 
-Also what they move, as formulas. A tile of 128 x 256 has 85 FLOP for each byte that it loads:
-that is the L2 cache's load. Memory's is less by what blocks that run at once have in common, and
-they are numbered so that they have much: 132 of them share 19 tiles of tokens and a whole slice
-of words at 16,384 tokens.
+Also what they move, as formulas. A tile of 128 x 256 has 85 FLOP for each byte that it loads;
+the L2 cache serves that. Memory's share is less by what blocks that run at once have in common,
+and they are numbered so that they have much: at 16,384 tokens 132 of them take some 20 tiles of
+tokens against all words of a slice. Could be better: neighbours in a cluster might load words
+once for both (TMA multicast), which JAX's interpreter cannot simulate.
 
 Legend: N tokens, D width, V words.
 """
@@ -86,6 +87,9 @@ def forward_cases(N: int = 16384, D: int = 2048, V: int = 128256) -> Iterator[tu
 
 def backward_cases(N: int = 16384, D: int = 2048, W: int = 3584) -> Iterator[tuple]:
     """The kernel of the backward pass, for a slice of W words: the gradient of its logits."""
+    units = kernels.TOKENS, kernels.INNER, mosaic.BACKWARD.words
+    if any(size % unit for size, unit in zip((N, D, W), units, strict=True)):
+        raise ValueError(f"N={N}, D={D}, W={W} must be multiples of {units}; others are padded")
     for label, options in _OPTIONS.items():
 
         def kernel(x, words, lse2, d_lse, d_mean=None, options=options):
