@@ -40,7 +40,7 @@ class Matmul:
     flops: float  # of one execution
     count: float  # executions a step
     op_name: str
-    kernel: bool  # a Pallas kernel, whose FLOP are its own estimate
+    kernel: bool  # a Pallas kernel that is more than a matmul; its FLOP are its own estimate
     was_fp8: bool  # meant to be FP8: an operand was, or it stands in `FP8_SCOPE`; and is not
     recomputed: bool  # rematerialisation put it there
 
@@ -90,8 +90,9 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
     """Every matrix multiplication of the program.
 
     A dot counts wherever it stands: alone, in a Triton fusion, or as a call of cuBLAS. A
-    Pallas kernel that multiplies counts with the FLOP of its `cost_estimate`. Dots that XLA
-    wrote as a multiplication and a sum (they are too thin for the tensor cores) do not count.
+    Pallas kernel that multiplies counts with the FLOP of its `cost_estimate`; from `FP8_SCOPE`
+    it is an FP8 matmul like any other. Dots that XLA wrote as a multiplication and a sum (they
+    are too thin for the tensor cores) do not count.
 
     Args:
       module: from `parse`.
@@ -119,7 +120,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
                     flops=flops(computation, node),
                     count=times,
                     op_name=op_name,
-                    kernel=kernel,
+                    kernel=kernel and FP8_SCOPE not in op_name,
                     was_fp8=dtype != "fp8" and not kernel and lost,
                     recomputed=again or REMATERIALISED in op_name,
                 )

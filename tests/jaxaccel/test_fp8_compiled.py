@@ -128,10 +128,14 @@ def two_layers(**arguments):
     return model, matmuls.matmuls(hlo.parse(compiled.as_text()))
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
 def test_without_a_scan(recipe):
     model, found = two_layers(dot_general=fp8.dot_general(recipe))
     check(found, model, 2 * 512)
+    if recipe == "block":  # kernels, one for each matmul
+        scaled = [m for m in found if m.dtype == "fp8"]
+        assert sum(m.count for m in scaled) == 3 * 2 * len(nn.linear_shapes(model))
+        assert not any(m.kernel for m in scaled)
 
 
 def test_a_planted_mismatch_is_caught():
