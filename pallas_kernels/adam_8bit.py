@@ -518,7 +518,7 @@ def cases(N: int = 16384, D: int = 4096, block: int = 256) -> Iterator[tuple]:
     """For the table of `pallas_kernels.inspect`: directions in both modes, and parameters."""
     step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, jnp.uint32(1), jnp.uint32(0))
     array = jax.ShapeDtypeStruct
-    coded = Coded(array((N, D), jnp.uint8), array((N, D // block), jnp.float32))
+    coded = jax.eval_shape(lambda: Coded(jnp.zeros((N, D), jnp.uint8), jnp.zeros((N, D // block))))
     g, narrow = array((N, D), jnp.float32), array((N, D), jnp.bfloat16)
 
     def case(label: str, mode: Mode, p: Any) -> tuple:
