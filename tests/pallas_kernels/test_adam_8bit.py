@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxaccel import optim_8bit
 from jaxaccel.blockwise import BlockQuantized, dequantize_blockwise, quantize_blockwise
 from pallas_kernels import adam_8bit as op
+from pallas_kernels import adam_8bit_mosaic as mosaic
 from pallas_kernels import backend, codes, inspect, streaming, target
 from pallas_kernels.adam_8bit import Coded, Decay, Scalars, adam_8bit_update, adamw_8bit_step
 from pallas_kernels.build import build_all
@@ -82,7 +83,7 @@ def test_simulated(shape, block, mode, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "CORES", 1)
     with backend.simulate(), backend.counted_traffic() as moved:
         check(shape, block, mode, dtype)
-    sizes = op.Sizes(
+    sizes = mosaic.Sizes(
         -(-int(np.prod(shape)) // block), block, 4, jnp.dtype(dtype).itemsize if dtype else 0
     )
     assert (moved.loads, moved.stores) == sizes.traffic()[:2]
@@ -130,7 +131,7 @@ def test_noise_of_another_position_is_seen(monkeypatch):
 @pytest.mark.target
 def test_built_without_spills():
     """Directions of 10,007 blocks, parameters, and the longest blocks."""
-    sizes = {"N": 10007, "D": 256}, {}, {"D": 4 * op.LONGEST, "block": op.LONGEST}
+    sizes = {"N": 10007, "D": 256}, {}, {"D": 4 * mosaic.LONGEST, "block": mosaic.LONGEST}
     programs = []
     for number, options in zip((0, 3, 0), sizes, strict=True):
         _, function, _, args, _, _ = list(op.cases(**options))[number]
@@ -146,7 +147,7 @@ def test_built_without_spills():
 def test_traffic_is_the_least_possible(blocks, parameter):
     """Everything once: gradient, codes and scales read; result, codes and scales written."""
     element = 4 + parameter + 2 + (parameter or 4) + 2
-    assert op.Sizes(blocks, 256, 4, parameter).traffic().total <= 1.001 * blocks * (
+    assert mosaic.Sizes(blocks, 256, 4, parameter).traffic().total <= 1.001 * blocks * (
         256 * element + 16
     )
 
@@ -220,8 +221,10 @@ def step_by_step(block, mode, g, m, v, s):
     return direction, m, v
 
 
-@pytest.mark.parametrize("mode", ["stable", "bitsandbytes"])
-@pytest.mark.parametrize("shape", [(16, 512), (3, 5, 352), (37, 123)])
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("stable", (3, 5, 352)), ("stable", (37, 123)), ("bitsandbytes", (37, 123))],
+)
 def test_the_plain_form_is_the_step_in_float32(mode, shape):
     """Codes and scales bit for bit; directions but for the last digits of quotients."""
     block = 352 if shape[-1] == 352 else 256
@@ -289,7 +292,7 @@ def test_mistakes_are_told_in_one_line(change, message):
 
 def test_blocks_that_no_warp_holds_are_refused():
     _, g, m, v = data((4, 1024), 1024)
-    with pytest.raises(NotImplementedError, match=f"blocks of 64 to {op.LONGEST} elements"):
+    with pytest.raises(NotImplementedError, match=f"blocks of 64 to {mosaic.LONGEST} elements"):
         adam_8bit_update(g, m, v, STEP, block=1024, implementation="mosaic_gpu")
     jax.eval_shape(partial(adam_8bit_update, block=1024), g, m, v, STEP)
 
