@@ -151,20 +151,21 @@ def _check(block, mode, p, g, m, v):
 
 def cases(N: int = 16384, D: int = 4096, block: int = 256) -> Iterator[tuple]:
     """For the table of `pallas_kernels.inspect`: directions in both modes, and parameters."""
-    step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, jnp.uint32(1), jnp.uint32(0))
     array = jax.ShapeDtypeStruct
     coded = jax.eval_shape(lambda: Coded(jnp.zeros((N, D), jnp.uint8), jnp.zeros((N, D // block))))
     g, narrow = array((N, D), jnp.float32), array((N, D), jnp.bfloat16)
+    bits = array((2,), jnp.uint32)  # an operand, so that XLA does not know the zero in it
 
     def case(label: str, mode: Mode, p: Any) -> tuple:
-        def form(function, p, g, m, v):
+        def form(function, p, g, m, v, bits):
+            step = Scalars(0.9, 0.999, 1e-8, 0.0, 0.1, 0.001, bits[0], bits[1])
             v = v._replace(scale=jnp.abs(v.scale))  # whatever numbers it is given
-            numbers = numbers_of(step, None if p is None else Decay(0.01, 0.1))
-            return function(block, mode, p, g, m, v, numbers, bits_of(step))
+            decay = None if p is None else Decay(0.01, 0.1)
+            return function(block, mode, p, g, m, v, numbers_of(step, decay), bits)
 
         forms = (partial(form, function) for function in (kernel, plain))
         sizes = Sizes(N * D // block, block, 4, 0 if p is None else p.dtype.itemsize)
-        return label, *forms, [p, g, coded, coded], 0, sizes.traffic().total
+        return label, *forms, [p, g, coded, coded, bits], 0, sizes.traffic().total
 
     yield case("direction", "stable", None)
     yield case("direction, bitsandbytes", "bitsandbytes", None)

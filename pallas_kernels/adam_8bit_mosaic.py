@@ -96,15 +96,16 @@ def kernel(
         gradient = read(g_ref).astype(jnp.float32)
         first = codes.decode(read(m_ref), "dynamic") * spread(m_scale[...])
         second = codes.decode(read(v_ref), "dynamic_unsigned") * spread(v_scale[...])
-        first, second = xla.new_moments(gradient, first, second, n, numbers[1][1], mode)
+        seed, zero = numbers[1][0], numbers[1][1]
+        first, second = xla.new_moments(gradient, first, second, n, zero, mode)
         value = read(p_ref[0]).astype(jnp.float32) if p_ref else None
-        outputs[0][...] = xla.result(value, first, second, n, mode).astype(out_dtype)
+        outputs[0][...] = xla.result(value, first, second, n, zero, mode).astype(out_dtype)
 
         def noise():
             along = lambda dim: lax.broadcasted_iota(jnp.int32, shape, dim)
             r, c, w = (plgpu.layout_cast(along(dim), layout) for dim in range(3))
             place = row * math.prod(shape) + r * block + c * shape[2] + w
-            return codes.noise(numbers[1][0], place.astype(jnp.uint32))
+            return codes.noise(seed, place.astype(jnp.uint32))
 
         for x, map, codes_ref, scale_ref in (
             (first, "dynamic", outputs[1], outputs[2]),

@@ -102,14 +102,16 @@ def new_moments(g, first, second, n, zero, mode):
     return mean(first, n.b1, g, n.rest1), mean(second, n.b2, g * g, n.rest2)
 
 
-def result(p, first, second, n, mode):
+def result(p, first, second, n, zero, mode):
     """The direction, or the new parameter."""
-    direction = first * n.inverse1 / (jnp.sqrt(second * n.inverse2 + n.eps_root) + n.eps)
+    root = jnp.sqrt(product(second, n.inverse2, zero) + n.eps_root)
+    direction = first * n.inverse1 / (root + n.eps)
     if p is None:
         return direction
     if mode == "stable":
-        return p - n.learning_rate * (direction + n.decay * p)
-    return (p - n.learning_rate * direction) * (1 - n.learning_rate * n.decay)
+        return p - product(direction + product(p, n.decay, zero), n.learning_rate, zero)
+    left = 1 - product(n.learning_rate, n.decay, zero)
+    return (p - product(direction, n.learning_rate, zero)) * left
 
 
 def coded(x, map, mode, noise, over, spread):
@@ -160,7 +162,7 @@ def plain(
     gradient = _blocks(g.astype(jnp.float32), block)
     first, second = new_moments(gradient, first, second, n, bits[1], mode)
     value = None if p is None else _blocks(p.astype(jnp.float32), block)
-    out = result(value, first, second, n, mode)
+    out = result(value, first, second, n, bits[1], mode)
     noise = lambda: codes.noise(bits[0], _positions(out.shape))
     moments = [
         coded(x, map, mode, noise, over, spread)

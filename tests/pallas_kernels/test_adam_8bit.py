@@ -50,8 +50,8 @@ def run(implementation, block, mode, dtype, p, g, m, v, step):
 def check(shape, block=256, mode="stable", dtype=None):
     """Kernel and plain form; codes differ where a scale's inverse, a quotient, rounds otherwise.
 
-    A GPU's quotient may be two units off in the last place: of a million normed values, some
-    tens cross a midpoint, or the noise, and take the neighbouring code.
+    A GPU's quotient may be two units off in the last place: then four codes in a million are
+    the neighbouring ones. In the simulator none is.
     """
     args = *data(shape, block, dtype or F32), STEP
     out, m, v = run("mosaic_gpu", block, mode, dtype, *args)
@@ -66,7 +66,7 @@ def check(shape, block=256, mode="stable", dtype=None):
         assert got.scale.shape == wanted.scale.shape
         np.testing.assert_array_equal(got.scale, wanted.scale)
         difference = np.abs(got.codes.astype(jnp.int32) - wanted.codes.astype(jnp.int32))
-        assert difference.max() <= 1 and np.mean(difference) < 2e-4
+        assert difference.max() <= 1 and np.mean(difference) < 2e-5
         assert len(np.unique(got.codes)) > 20
 
 
