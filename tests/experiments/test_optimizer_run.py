@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -26,9 +27,9 @@ MODEL = DecoderConfig(
 NAMES = ("adamw", "adamw-8bit", "lion", "lion-8bit", "sgd", "muon")
 
 
-def make(name, devices=1, learning_rate=1e-2):
+def make(name, devices=1):
     mesh = sharding.make_mesh(sharding.parse_mesh("", devices), jax.devices()[:devices])
-    config = optim.OptimizerConfig(learning_rate, "constant", warmup_steps=0, name=name)
+    config = optim.OptimizerConfig(1e-2, "constant", warmup_steps=0, name=name)
     return make_train_step(MODEL, optim.make(config, 20), StepConfig(), mesh)
 
 
@@ -41,19 +42,32 @@ def batch(step, seed=0):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_lowers_the_loss_and_keeps_its_state(name):
-    step = make(name, learning_rate={"sgd": 0.3, "lion": 2e-3, "lion-8bit": 2e-3}.get(name, 1e-2))
-    state, data = step.init(jax.random.key(0)), batch(step)
-    losses = []
-    for _ in range(6):
-        state, figures = step.step(state, data)
-        losses.append(float(figures.loss))
-    assert losses[-1] < losses[0] - 0.5
-    form = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
-    assert form(state) == form(step.abstract_state)
-    coded = any(x.dtype == jnp.uint8 for x in jax.tree.leaves(state.opt_state))
+def test_every_optimizer_goes_downhill_and_keeps_its_state(name):
+    layer = {"gate": {"kernel": (2, 64, 96)}, "norm": {"scale": (100, 64)}}
+    shapes = {"embedding": (64, 64), "layers": [layer]}
+    is_shape = lambda node: isinstance(node, tuple)
+    params = jax.tree.map(lambda s: jnp.full(s, 0.5, jnp.float32), shapes, is_leaf=is_shape)
+    optimizer = optim.make(optim.OptimizerConfig(1e-2, "constant", 0, name=name), 20)
+
+    @jax.jit
+    def step(params, state):  # the gradient of half the sum of squares
+        updates, state = optimizer.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    form = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    for _ in range(3):
+        params, state = step(params, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == form
+    assert step._cache_size() == 1
+    assert all((p > 0).all() and (p < 0.5).all() for p in jax.tree.leaves(params))
+    coded = {x.dtype for x in jax.tree.leaves(state)} >= {jnp.dtype(jnp.uint8)}
     assert coded == name.endswith("8bit")
-    assert step.step._cache_size() == 1
+    if coded:
+        mu = state[0].mu
+        assert isinstance(mu["embedding"], BlockQuantized)
+        assert isinstance(mu["layers"][0]["gate"]["kernel"], BlockQuantized)
+        assert mu["layers"][0]["norm"]["scale"].dtype == jnp.float32  # large, but a norm
 
 
 def test_the_name_alone_is_an_option_and_the_rest_of_the_group_too():
@@ -66,31 +80,31 @@ def test_the_name_alone_is_an_option_and_the_rest_of_the_group_too():
 
 @pytest.fixture(scope="module")
 def trained():
-    step = make("adamw-8bit")
-    state = step.init(jax.random.key(0))
-    for seed in range(2):
-        state, _ = step.step(state, batch(step, seed))
-    return state
-
-
-def test_eight_devices_train_as_one(trained):
+    """A state after two steps on eight devices."""
     step = make("adamw-8bit", 8)
     state = step.init(jax.random.key(0))
     for seed in range(2):
-        state, _ = step.step(state, batch(step, seed))
-    # The gradients' sums are in another order; parameters move by 1e-2 a step.
-    chex.assert_trees_all_close(jax.device_get(state.params), trained.params, atol=1e-3)
-    kernel = state.opt_state[0].nu["layers"][0]["gate"]["kernel"]
+        state, figures = step.step(state, batch(step, seed))
+    assert float(figures.loss) < 5 and step.step._cache_size() == 1
+    return state
+
+
+def test_moments_lie_in_pieces(trained):
+    kernel = trained.opt_state[0].nu["layers"][0]["gate"]["kernel"]
     assert kernel.codes.addressable_shards[0].data.shape == (2, 8, 96)
+    assert kernel.scale.is_fully_replicated  # 96 is no fit for blocks: they run through it
+    down = trained.opt_state[0].nu["layers"][0]["down"]["kernel"]
+    assert down.codes.addressable_shards[0].data.shape == (2, 96, 8)
 
 
 def test_a_checkpoint_is_read_on_another_mesh(trained, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(2, trained, {}, wait=True)
-        like = make("adamw-8bit", 8).abstract_state
+        like = make("adamw-8bit").abstract_state
         restored = checkpoints.restore(like).state
     chex.assert_trees_all_equal(jax.device_get(restored), jax.device_get(trained))
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, like)
+    places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    assert places(restored) == places(like)
 
 
 def test_a_checkpoint_of_another_block_size_or_optimizer_is_refused(trained, tmp_path):
