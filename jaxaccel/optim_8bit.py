@@ -171,13 +171,15 @@ def adam_leaf(
       in the type of `g`; the new moments.
     """
     if isinstance(m, BlockQuantized) and isinstance(v, BlockQuantized):
-        held = [Coded(x.codes, x.scale) for x in (m, v)]
-        update, *coded = adam_8bit_update(g, *held, s, block=m.block, mode=mode)
-        m, v = (dataclasses.replace(x, **new._asdict()) for x, new in zip((m, v), coded))
-        return update, m, v
+        held = Coded(m.codes, m.scale), Coded(v.codes, v.scale)
+        update, (m_codes, m_scale), (v_codes, v_scale) = adam_8bit_update(
+            g, held[0], held[1], s, block=m.block, mode=mode
+        )
+        new_m = dataclasses.replace(m, codes=m_codes, scale=m_scale)
+        return update, new_m, dataclasses.replace(v, codes=v_codes, scale=v_scale)
     grad = g.astype(jnp.float32)
-    first = product(m, s.b1, s.zero) + product(grad, 1 - s.b1, s.zero)
-    second = product(v, s.b2, s.zero) + product(grad * grad, 1 - s.b2, s.zero)
+    first = product(read(m), s.b1, s.zero) + product(grad, 1 - s.b1, s.zero)
+    second = product(read(v), s.b2, s.zero) + product(grad * grad, 1 - s.b2, s.zero)
     root = jnp.sqrt(second / s.correction2 + s.eps_root)
     return ((first / s.correction1) / (root + s.eps)).astype(g.dtype), first, second
 

@@ -11,7 +11,6 @@ dimension), and its elements lie across the 128 threads of a warpgroup. Rows of 
 are padded. Kernels go through a row in chunks of up to 16 lines, 16 registers of float32 each.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -148,10 +147,11 @@ def stream(
     """
     count = len(rows[0])
     stages, workers = sizes.stages, sizes.workers
-    if any(map(manual_axes.varying, rows)):  # pl.kernel takes no references to such (jax 0.12.0.1)
-        outputs = [dataclasses.replace(out, overwrites=False) for out in outputs]
     own = [i for i, out in enumerate(outputs) if out.place is None]
-    new = [out for out in outputs if not out.overwrites]
+    # Under `shard_map` kernels take no references to what varies (jax 0.12.0.1).
+    in_place = not any(map(manual_axes.varying, rows))
+    places = [out.place if out.overwrites and in_place else None for out in outputs]
+    new = [out for out, place in zip(outputs, places, strict=True) if place is None]
     shape_of = lambda out: rows[out.place or 0].shape
     groups = tuple(map(len, (rows, shared, numbers, new, extra, rows, shared)))
 
@@ -160,7 +160,7 @@ def stream(
         take = lambda n: [next(refs) for _ in range(n)]
         ins, shared_gmem, numbers_gmem, news, extra_gmem, buffers, shared_smem = map(take, groups)
         own_buffers, (full, ready), more = take(len(own)), take(2), list(refs)
-        outs = [ins[out.place] if out.overwrites else news.pop(0) for out in outputs]
+        outs = [news.pop(0) if place is None else ins[place] for place in places]
         results = [
             own_buffers[own.index(i)] if out.place is None else buffers[out.place]
             for i, out in enumerate(outputs)
@@ -218,9 +218,8 @@ def stream(
     slots = sizes.warpgroups * stages
     ring = lambda shape, dtype: plgpu.SMEM((slots, *_held(shape[1:], dtype)), dtype)
     out_types = [jax.ShapeDtypeStruct(shape_of(out), out.dtype) for out in new] + list(extra)
-    overwritten = {out.place for out in outputs if out.overwrites}
-    operands = [jax.new_ref(x) if i in overwritten else x for i, x in enumerate(rows)]
-    written = out_types + [rows[i] for i in overwritten]
+    operands: list[Any] = [jax.new_ref(x) if i in places else x for i, x in enumerate(rows)]
+    written = out_types + [rows[place] for place in places if place is not None]
     made = plgpu.kernel(
         body,
         out_type=out_types,
@@ -240,7 +239,8 @@ def stream(
         **backend.cost(0, rows, shared, numbers, written),
     )(*operands, *shared, *numbers)
     made = list(made)
-    return [operands[out.place][...] if out.overwrites else made.pop(0) for out in outputs] + made
+    kept = [made.pop(0) if place is None else operands[place][...] for place in places]
+    return kept + made
 
 
 def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

@@ -11,8 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxaccel import optim_8bit
 from jaxaccel.blockwise import BlockQuantized, dequantize_blockwise, quantize_blockwise
 from pallas_kernels import adam_8bit as op
+from pallas_kernels import adam_8bit_mosaic as mosaic
 from pallas_kernels import backend, codes, inspect, streaming, target
 from pallas_kernels.adam_8bit import Coded, Decay, Scalars, adam_8bit_update, adamw_8bit_step
 from pallas_kernels.build import build_all
@@ -48,8 +50,8 @@ def run(implementation, block, mode, dtype, p, g, m, v, step):
 def check(shape, block=256, mode="stable", dtype=None):
     """Kernel and plain form; codes differ where a scale's inverse, a quotient, rounds otherwise.
 
-    A GPU's quotient may be two units off in the last place: of a million normed values, some
-    tens cross a midpoint, or the noise, and take the neighbouring code.
+    A GPU's quotient may be two units off in the last place: then four codes in a million are
+    the neighbouring ones. In the simulator none is.
     """
     args = *data(shape, block, dtype or F32), STEP
     out, m, v = run("mosaic_gpu", block, mode, dtype, *args)
@@ -64,7 +66,7 @@ def check(shape, block=256, mode="stable", dtype=None):
         assert got.scale.shape == wanted.scale.shape
         np.testing.assert_array_equal(got.scale, wanted.scale)
         difference = np.abs(got.codes.astype(jnp.int32) - wanted.codes.astype(jnp.int32))
-        assert difference.max() <= 1 and np.mean(difference) < 2e-4
+        assert difference.max() <= 1 and np.mean(difference) < 2e-5
         assert len(np.unique(got.codes)) > 20
 
 
@@ -81,7 +83,7 @@ def test_simulated(shape, block, mode, dtype, monkeypatch):
     monkeypatch.setattr(streaming, "CORES", 1)
     with backend.simulate(), backend.counted_traffic() as moved:
         check(shape, block, mode, dtype)
-    sizes = op.Sizes(
+    sizes = mosaic.Sizes(
         -(-int(np.prod(shape)) // block), block, 4, jnp.dtype(dtype).itemsize if dtype else 0
     )
     assert (moved.loads, moved.stores) == sizes.traffic()[:2]
@@ -96,7 +98,7 @@ def test_run(blocks, mode):
 
 
 def test_two_runs_give_the_same_bits():
-    args = data((5, 256))
+    args = data((4, 256))
     with backend.simulate():
         step = partial(run, "mosaic_gpu", 256, "stable", None, *args, STEP)
         jax.tree.map(np.testing.assert_array_equal, step(), step())
@@ -128,11 +130,15 @@ def test_noise_of_another_position_is_seen(monkeypatch):
 
 @pytest.mark.target
 def test_built_without_spills():
-    programs = [(function, args) for _, function, _, args, _, _ in op.cases()]
-    _, function, _, args, _, _ = next(op.cases(D=4 * op.LONGEST, block=op.LONGEST))
-    for built in build_all([*programs, (function, args)], target.parse("h200")):
+    """Directions of 10,007 blocks, parameters, and the longest blocks."""
+    sizes = {"N": 10007, "D": 256}, {}, {"D": 4 * mosaic.LONGEST, "block": mosaic.LONGEST}
+    programs = []
+    for number, options in zip((0, 3, 0), sizes, strict=True):
+        _, function, _, args, _, _ = list(op.cases(**options))[number]
+        programs.append((function, args))
+    for built in build_all(programs, target.parse("h200")):
         assert built.spill_bytes == 0 and not built.warnings and built.tma > 0
-        assert built.shared_memory_bytes <= 227 * 1024
+        assert built.shared_memory_bytes <= 160 * 1024
         assert built.registers * built.threads <= 65536
 
 
@@ -141,7 +147,7 @@ def test_built_without_spills():
 def test_traffic_is_the_least_possible(blocks, parameter):
     """Everything once: gradient, codes and scales read; result, codes and scales written."""
     element = 4 + parameter + 2 + (parameter or 4) + 2
-    assert op.Sizes(blocks, 256, 4, parameter).traffic().total <= 1.001 * blocks * (
+    assert mosaic.Sizes(blocks, 256, 4, parameter).traffic().total <= 1.001 * blocks * (
         256 * element + 16
     )
 
@@ -159,34 +165,37 @@ def abstract(shape, block=256, **options):
 
 @pytest.mark.target
 def test_the_device_that_is_lowered_for_decides():
-    def kernels(name, shape, **options):
-        step = jax.jit(lambda g, m, v: adam_8bit_update(g, m, v, STEP, **options))
-        return len(kernels_of(target.parse(name).compile(step, *abstract(shape))))
+    """And nothing is copied: moments given up are overwritten, and nothing else is held."""
 
-    assert kernels("h200", (64, 2048)) == 1
-    assert kernels("h200", (3, 256)) == 0  # XLA needs no padding
-    assert kernels("a100", (64, 2048)) == 0
-    with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU.*lowered for NVIDIA B200"):
-        kernels("b200", (64, 2048), implementation="mosaic_gpu")
+    def compiled(name, shape, **options):
+        step = jax.jit(partial(adam_8bit_update, **options), donate_argnums=(1, 2))
+        numbers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), jnp.asarray(x).dtype), STEP)
+        return target.parse(name).compile(step, *abstract(shape), numbers)
 
-
-@pytest.mark.target
-def test_donated_moments_are_overwritten():
-    """Nothing is copied, and nothing as large as the parameter is held but the direction."""
-    step = jax.jit(lambda g, m, v, s: adam_8bit_update(g, m, v, s), donate_argnums=(1, 2))
-    numbers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), jnp.asarray(x).dtype), STEP)
-    made = target.parse("h200").compile(step, *abstract((512, 2048)), numbers)
+    made = compiled("h200", (512, 2048))
     assert len(kernels_of(made)) == 1 and " copy(" not in made.as_text()
     assert made.memory_analysis().temp_size_in_bytes < 2**14
+    assert not kernels_of(compiled("h200", (3, 256)))  # XLA needs no padding
+    with pytest.raises(NotImplementedError, match=r"needs a Hopper GPU.*lowered for NVIDIA B200"):
+        compiled("b200", (64, 2048), implementation="mosaic_gpu")
 
 
 @pytest.mark.target
-def test_many_devices_run_the_kernel_in_shard_map_only():
+def test_the_optimizer_runs_it():
+    """For parameters whose moments are coded; others have none."""
+    optimizer = optim_8bit.scale_by_adam_8bit()
+    params = {"kernel": jnp.zeros((16, 768)), "scale": jnp.zeros(768)}
+    abstracted = jax.eval_shape(lambda: (params, optimizer.init(params)))
+    step = jax.jit(optimizer.update, donate_argnums=1)
+    assert len(kernels_of(target.parse("h200").compile(step, *abstracted))) == 1
+
+
+@pytest.mark.target
+def test_each_device_of_a_shard_map_runs_the_kernel():
     gpus = target.parse("h200x2")
     mesh = gpus.mesh({"data": 2})
     step = lambda g, m, v: adam_8bit_update(g, m, v, STEP)
     args = abstract((64, 2048), sharding=NamedSharding(mesh, P("data")))
-    assert not kernels_of(gpus.compile(jax.jit(step), *args))
     over = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert len(kernels_of(gpus.compile(jax.jit(over), *args))) == 1
 
@@ -212,8 +221,10 @@ def step_by_step(block, mode, g, m, v, s):
     return direction, m, v
 
 
-@pytest.mark.parametrize("mode", ["stable", "bitsandbytes"])
-@pytest.mark.parametrize("shape", [(16, 512), (3, 5, 352), (37, 123)])
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [("stable", (3, 5, 352)), ("stable", (37, 123)), ("bitsandbytes", (37, 123))],
+)
 def test_the_plain_form_is_the_step_in_float32(mode, shape):
     """Codes and scales bit for bit; directions but for the last digits of quotients."""
     block = 352 if shape[-1] == 352 else 256
@@ -229,9 +240,9 @@ def test_the_plain_form_is_the_step_in_float32(mode, shape):
 
 @pytest.mark.parametrize("mode", ["stable", "bitsandbytes"])
 def test_parameters_are_the_direction_applied(mode):
-    p, g, m, v = data((16, 256))
-    direction, *moments = adam_8bit_update(g, m, v, STEP, mode=mode)
-    new, *others = adamw_8bit_step(p, g, m, v, STEP, DECAY, mode=mode)
+    p, g, m, v = data((4, 256))
+    direction, *moments = run("xla", 256, mode, None, p, g, m, v, STEP)
+    new, *others = run("xla", 256, mode, F32, p, g, m, v, STEP)
     rate, weight = DECAY
     if mode == "stable":
         want = p - rate * (direction + weight * p)
@@ -246,17 +257,18 @@ def test_sharded_arrays_stay_where_they_are():
     _, g, m, v = data((16, 2048))
     step = jax.jit(adam_8bit_update)
     want = step(g, m, v, STEP)
-    for spec in (P("data"), P(None, "data")):
-        put = partial(jax.device_put, device=NamedSharding(mesh, spec))
-        compiled = step.lower(*jax.tree.map(put, (g, m, v)), STEP).compile()
-        assert not any(name in compiled.as_text() for name in ("all-gather", "all-to-all"))
-        got = step(*jax.tree.map(put, (g, m, v)), STEP)
-        jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
+    put = partial(jax.device_put, device=NamedSharding(mesh, P(None, "data")))
+    args = *jax.tree.map(put, (g, m, v)), STEP
+    text = step.lower(*args).compile().as_text()
+    assert not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
+    jax.tree.map(np.testing.assert_array_equal, step(*args)[1:], want[1:])
 
 
 def test_moments_of_zero_and_no_gradient():
-    zero = Coded(jnp.zeros((2, 256), jnp.uint8), jnp.zeros((2, 1)))
-    direction, m, v = adam_8bit_update(jnp.zeros((2, 256)), zero, zero, STEP)
+    zero = Coded(jnp.zeros((4, 256), jnp.uint8), jnp.zeros((4, 1)))
+    with backend.simulate():
+        g = jnp.zeros((4, 256))
+        direction, m, v = run("mosaic_gpu", 256, "stable", None, g, g, zero, zero, STEP)
     assert not direction.any() and not m.scale.any() and not v.scale.any()
 
 
@@ -280,9 +292,9 @@ def test_mistakes_are_told_in_one_line(change, message):
 
 def test_blocks_that_no_warp_holds_are_refused():
     _, g, m, v = data((4, 1024), 1024)
-    with pytest.raises(NotImplementedError, match=f"blocks of 64 to {op.LONGEST} elements"):
+    with pytest.raises(NotImplementedError, match=f"blocks of 64 to {mosaic.LONGEST} elements"):
         adam_8bit_update(g, m, v, STEP, block=1024, implementation="mosaic_gpu")
-    adam_8bit_update(g, m, v, STEP, block=1024)
+    jax.eval_shape(partial(adam_8bit_update, block=1024), g, m, v, STEP)
 
 
 @pytest.mark.slow
