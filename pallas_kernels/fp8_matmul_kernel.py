@@ -79,7 +79,7 @@ def matmul(
     a, b = pad(a, TILE_M, BLOCK), pad(b, TILE_N, BLOCK)
     # Turned, so that the scales of a step are one box for TMA.
     a_scale = a_scale[None] if scales == TENSOR else pad(a_scale, TILE_M, 1).T
-    if scales == TILES:
+    if scales == TILES and b_scale is not None:
         b_scale = pad(b_scale, TILE_N, 1).T
     static = _Static(scales, grid(M, N), a.shape[1] // BLOCK, out_dtype)
     out = jax.ShapeDtypeStruct((a.shape[0], b.shape[0]), out_dtype)
@@ -91,7 +91,7 @@ def matmul(
 
     rows, columns = (plgpu.SMEM((STAGES, tile), jnp.float32) for tile in (TILE_M, TILE_N))
     loads = {BLOCKS: 3, TILES: 4, TENSOR: 2}[scales]  # of a step
-    scratch = {
+    scratch: dict[str, Any] = {
         "a_smem": tiled(a.dtype, STAGES, TILE_M, BLOCK),
         "b_smem": tiled(b.dtype, STAGES, TILE_N, BLOCK),
         "rows_smem": None if scales == TENSOR else rows,
@@ -222,7 +222,7 @@ def _kernel(
             return backend.scoped(body, (ROWS, TILE_N))
 
         def add(total, slot, rows, block_scale):
-            """The sum with the next product; scales of rows are there before that is."""
+            """The sum with the next product. Scales of rows are there before the product is."""
             if static.scales == TENSOR:
                 return total + product(slot, rows)
             scale = plgpu.load(rows_smem.at[slot, rows], layout=ROW)

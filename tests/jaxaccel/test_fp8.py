@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxaccel import fp8, numerics, sharding
+from pallas_kernels import backend, fp8_matmul
 
 PLAIN = (((1,), (0,)), ((), ()))
 RECIPES = ("current", "delayed", "block")
@@ -86,6 +87,20 @@ def test_an_outlier_spoils_its_tile_only_in_block():
     rows, columns = np.arange(256) != 5, np.arange(256) != 6
     assert sqnr(want[1][rows], block[1][rows]) >= 25
     assert sqnr(want[2][:, columns], block[2][:, columns]) >= 25
+
+
+def test_block_by_kernels_is_block_by_loops(monkeypatch):
+    """What a program for Hopper computes, in the simulator; a batch of two, ragged sizes."""
+    x, w, g = normal(0, 2, 130, 260), normal(1, 260, 140), normal(2, 2, 130, 140)
+    dims = (((2,), (0,)), ((), ()))
+    want = all_three(call("block"), x, w, g, dims)
+    by_kernel = functools.partial(fp8_matmul.block_scaled_matmul, implementation="mosaic_gpu")
+    monkeypatch.setattr(fp8_matmul, "block_scaled_matmul", by_kernel)
+    with backend.simulate():
+        run = jax.jit(functools.partial(all_three, call("block"), dims=dims))
+        got = jax.block_until_ready(run(x, w, g))
+    for a, b in zip(want, got):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5 * float(jnp.abs(a).max()))
 
 
 def test_float32_scales_have_no_bias_in_bfloat16():
