@@ -31,8 +31,10 @@ from pallas_kernels.manual_axes import vary_alike
 
 FORWARD = kernels.Tiles(words=256, stages=4, slice_bytes=2**26)
 BACKWARD = kernels.Tiles(words=256, stages=3, slice_bytes=2**27)  # it stores a tile
+SCOPE = "linear_cross_entropy"  # in the names of its operations, also of XLA's matmuls
 
 
+@jax.named_scope(SCOPE)
 def forward(
     options: Options,
     hidden: Float[Array, "B T D"],
@@ -62,6 +64,7 @@ def forward(
     return Terms(rows(lse), _targets(options, hidden, head, labels), mean)
 
 
+@jax.named_scope(SCOPE)
 def backward(
     options: Options,
     hidden: Float[Array, "B T D"],

@@ -16,7 +16,7 @@ from jaxaccel import fp8, hlo, hlo_bytes, matmuls, names, nn, target
 pytestmark = pytest.mark.target
 
 # What stays in 16 bits: attention, which is kernels here, and the head's three matmuls.
-HEAD = ("btd,vd->btv", "btv,btd->vd", "btv,vd->btd")
+HEAD = ("btd,vd->btv", "btv,btd->vd", "btv,vd->btd", "linear_cross_entropy")
 
 
 @functools.cache
