@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, precision, remat, sharding
@@ -160,6 +160,23 @@ def _fused_casts(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> dict[s
     return ops
 
 
+def _loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
+    """Cross-entropy of each device's rows and words, summed over the mesh."""
+    loss = functools.partial(losses.linear_cross_entropy, z_loss=z_loss)
+    if mesh.size == 1:
+        return loss
+    words = "tensor" if mesh.shape["tensor"] > 1 else None
+
+    def here(hidden, head, labels):
+        head = jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
+        sums = loss(hidden, head, labels, axis_name=words)
+        return jax.lax.psum(sums, sharding.BATCH_AXES)
+
+    rows = sharding.spec(("batch", "sequence"))
+    head = sharding.spec(("vocab" if words else None, "embed"))
+    return jax.shard_map(here, mesh=mesh, in_specs=(rows, head, rows), out_specs=PartitionSpec())
+
+
 def _fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
     """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
 
@@ -261,19 +278,13 @@ def make_train_step(
     # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
     #    count of the whole batch.
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    cross_entropy = _loss_on_shards(config.z_loss, mesh)
 
     def loss_sums(decoder: Decoder, batch: Batch) -> losses.LossSums:
-        rows_here = -(-batch["tokens"].shape[0] // shards)
         hidden = decoder(
             batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
         )
-        return losses.linear_cross_entropy(
-            hidden,
-            decoder.head_VD,
-            batch["labels"],
-            z_loss=config.z_loss,
-            chunk=losses.chunk_positions(rows_here, model.vocab_size),
-        )
+        return cross_entropy(hidden, decoder.head_VD, batch["labels"])
 
     # 4. Gradients over micro-batches. Each is divided by the token count of the whole batch,
     #    so their sum is the large batch's gradient, ragged or not. Weights are cast to FP8 once

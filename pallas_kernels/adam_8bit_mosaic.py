@@ -92,11 +92,10 @@ def kernel(
 
     def adam_8bit(state, row, inputs, outputs, shared, numbers, extra):
         g_ref, m_ref, m_scale, v_ref, v_scale, *p_ref = inputs
-        n = Numbers(*(numbers[0][i] for i in range(len(Numbers._fields))))
+        n, (seed, zero) = Numbers(*numbers[0]), numbers[1]
         gradient = read(g_ref).astype(jnp.float32)
         first = codes.decode(read(m_ref), "dynamic") * spread(m_scale[...])
         second = codes.decode(read(v_ref), "dynamic_unsigned") * spread(v_scale[...])
-        seed, zero = numbers[1][0], numbers[1][1]
         first, second = xla.new_moments(gradient, first, second, n, zero, mode)
         value = read(p_ref[0]).astype(jnp.float32) if p_ref else None
         outputs[0][...] = xla.result(value, first, second, n, zero, mode).astype(out_dtype)
@@ -128,7 +127,7 @@ def kernel(
             *(Output(rows[i].dtype, i, overwrites=True) for i in range(1, 5)),
         ],
         sizes.plan(),
-        numbers=[numbers, bits],
+        numbers=[numbers[None], bits[None]],
     )
     out, m_codes, m_scale, v_codes, v_scale = results
     whole = partial(xla.whole, shape=g.shape)

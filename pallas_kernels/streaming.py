@@ -76,7 +76,7 @@ class Moved(NamedTuple):
 
 def padded(length: int) -> int:
     """The length that a row takes: whole lines, in chunks of more than a line if it is long."""
-    unit = LINE if length < 8 * LINE else 4 * LINE
+    unit = LINE if length < 4 * LINE else 2 * LINE
     return max(1, -(-length // unit)) * unit
 
 
@@ -130,13 +130,13 @@ def stream(
     Args:
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
-        output may be an input; numbers and extra are references to the arrays below.
+        output may be an input; numbers are read, extra is references to the results below.
       rows: each [N, C, 128], N at least 1; or [N, ...], a row at most 256 each way, and a
         multiple of 16 bytes.
       outputs: each of the shape of the rows whose place it takes, or else of the first.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
-      numbers: small arrays that stay in memory, read element by element.
+      numbers: [N], of which a row gets its own, or [1]; or [1, K], of which it gets a list.
       extra: other results, which `compute` and `finish` write, element by element.
       state: makes what a warpgroup carries from row to row, in registers.
       finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
@@ -189,12 +189,14 @@ def stream(
 
         def step(i, carry):
             row, slot = place(i)
+            # While the row is on its way.
+            values = [_numbers(ref, row, count) for ref in numbers_gmem]
             plgpu.barrier_wait(full.at[slot])
             inputs, out = (
                 [_of(ref, slot, x) for ref, x in zip(some, of, strict=True)]
                 for some, of in ((buffers, ins), (results, outs))
             )
-            carry = compute(carry, row, inputs, out, shared_smem, numbers_gmem, extra_gmem)
+            carry = compute(carry, row, inputs, out, shared_smem, values, extra_gmem)
             plgpu.commit_smem()
             for k, (ref, x) in enumerate(zip(out, outs, strict=True)):
                 last = k == len(outs) - 1  # one group for all
@@ -239,6 +241,13 @@ def stream(
     made = list(made)
     kept = [made.pop(0) if place is None else operands[place][...] for place in places]
     return kept + made
+
+
+def _numbers(ref: Any, row: Any, count: int) -> Any:
+    """What a row gets of a reference to numbers."""
+    if len(ref.shape) == 2:
+        return [ref[0, i] for i in range(ref.shape[1])]
+    return ref[row if ref.shape[0] == count else 0]
 
 
 def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

@@ -177,11 +177,14 @@ def _kernel_sigmoid(x):
 def forward_kernel(
     gate: Float[Array, "..."], up: Float[Array, "..."], inverse_cast: Float[Array, ""] | None
 ) -> tuple[Array, Array | None]:
-    """The output, and its largest magnitude if in eight bits; in one kernel.
+    """The forward pass in one kernel.
 
     Args:
       gate, up: of `swiglu`.
       inverse_cast: makes the output eight bits wide, see `fp8_output.to_fp8`.
+
+    Returns:
+      The output, and its largest magnitude [], None unless in eight bits.
     """
     fp8 = inverse_cast is not None
     plan = Sizes(gate.size, gate.dtype.itemsize, fp8).forward()
@@ -192,7 +195,7 @@ def forward_kernel(
             g, u = (ref[part].astype(jnp.float32) for ref in inputs)
             y = g * _kernel_sigmoid(g) * u
             if fp8:
-                outputs[0][part] = fp8_output.to_fp8(y, numbers[0][0])
+                outputs[0][part] = fp8_output.to_fp8(y, numbers[0])
                 top = jnp.maximum(top, jnp.abs(y))
             else:
                 outputs[0][part] = y.astype(gate.dtype)
@@ -217,11 +220,14 @@ def forward_kernel(
 def backward_kernel(
     gate: Float[Array, "..."], up: Float[Array, "..."], dy: Float[Array, "..."]
 ) -> tuple[Array, Array]:
-    """The gradients of gate and up, in one kernel.
+    """The backward pass in one kernel.
 
     Args:
       gate, up: of `swiglu`.
       dy: gradient of the output, of the same dtype.
+
+    Returns:
+      The gradients of gate and up.
     """
 
     def swiglu_backward(state, row, inputs, outputs, shared, numbers, extra):
@@ -284,7 +290,15 @@ def _whole(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def cases(N: int = 16384, F: int = 8192) -> Iterator[tuple]:
-    """For the table of `pallas_kernels.inspect`: forward, in eight bits, backward."""
+    """For the table of `pallas_kernels.inspect`: forward, in eight bits, backward.
+
+    Args:
+      N: rows.
+      F: row length.
+
+    Returns:
+      The fields of an `inspect.Case`, of each.
+    """
     x, one = jax.ShapeDtypeStruct((N, F), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
     first = lambda forward, gate, up: forward(gate, up, None)[0]
     rows: list[tuple[str, Callable, Callable, list, int]] = [

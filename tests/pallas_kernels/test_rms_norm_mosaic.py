@@ -321,6 +321,7 @@ def test_mistakes_are_told_in_one_line(change, message):
     [
         ((2, 512), BF16, r"needs a Hopper GPU.*lowered for cpu"),
         ((2, 20000), BF16, r"six rows of up to 12288 .*got bfloat16 x 20000; None or 'xla' works"),
+        ((2, 12288), F32, r"six rows of up to 12288 .*got float32 x 12288"),
         ((0, 512), BF16, "needs at least one element"),
     ],
 )
