@@ -23,8 +23,8 @@ from pallas_kernels.streaming import Moved, Output, Plan
 
 DTYPES = ("bfloat16", "float16", "float32")
 PIECE = 1024  # elements, 8 of a thread; more where four blocks are longer
-# Elements of a piece for which the registers suffice that four warpgroups leave a thread.
-MOST_IN_128_REGISTERS = 1536
+# The most elements of a piece for which a thread's registers suffice, by warpgroups of a block.
+MOST_ELEMENTS = {4: 1536, 3: 1920, 2: 2048}
 SHORTEST, LONGEST = 64, 512  # blocks
 
 
@@ -92,11 +92,10 @@ def kernel(
 
     def adam_8bit(state, row, inputs, outputs, shared, numbers, extra):
         g_ref, m_ref, m_scale, v_ref, v_scale, *p_ref = inputs
-        n = Numbers(*(numbers[0][i] for i in range(len(Numbers._fields))))
+        n, (seed, zero) = Numbers(*numbers[0]), numbers[1]
         gradient = read(g_ref).astype(jnp.float32)
         first = codes.decode(read(m_ref), "dynamic") * spread(m_scale[...])
         second = codes.decode(read(v_ref), "dynamic_unsigned") * spread(v_scale[...])
-        seed, zero = numbers[1][0], numbers[1][1]
         first, second = xla.new_moments(gradient, first, second, n, zero, mode)
         value = read(p_ref[0]).astype(jnp.float32) if p_ref else None
         outputs[0][...] = xla.result(value, first, second, n, zero, mode).astype(out_dtype)
@@ -180,10 +179,10 @@ class Sizes(NamedTuple):
         """Grid and buffers."""
         elements, scales = math.prod(self.piece), 2 * max(128, 4 * self.together)
         plan = streaming.plan(self.pieces, elements * self.element_bytes + scales, 0)
-        if elements > MOST_IN_128_REGISTERS:
-            plan = dataclasses.replace(
-                plan, blocks=min(streaming.CORES, -(-self.pieces // 3)), warpgroups=3
-            )
+        most = next(n for n, limit in MOST_ELEMENTS.items() if elements <= limit)
+        if plan.warpgroups > most:
+            blocks = min(streaming.CORES, -(-self.pieces // most))
+            plan = dataclasses.replace(plan, blocks=blocks, warpgroups=most)
         return plan
 
     def traffic(self) -> Moved:

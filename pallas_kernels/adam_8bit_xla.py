@@ -104,7 +104,7 @@ def new_moments(g, first, second, n, zero, mode):
 
 def result(p, first, second, n, zero, mode):
     """The direction, or the new parameter."""
-    root = jnp.sqrt(product(second, n.inverse2, zero) + n.eps_root)
+    root = jnp.sqrt(second * n.inverse2 + n.eps_root)
     direction = first * n.inverse1 / (root + n.eps)
     if p is None:
         return direction

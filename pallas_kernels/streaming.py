@@ -130,13 +130,13 @@ def stream(
     Args:
       compute: `(state, row, inputs, outputs, shared, numbers, extra) -> state`. `row` is its
         index; inputs, outputs and shared are references [C, 128] in shared memory, where an
-        output may be an input; numbers are read, or references, as are extra, the results below.
+        output may be an input; numbers are read, extra is references to the results below.
       rows: each [N, C, 128], N at least 1; or [N, ...], a row at most 256 each way, and a
         multiple of 16 bytes.
       outputs: each of the shape of the rows whose place it takes, or else of the first.
       sizes: from `plan`.
       shared: each [C, 128], the same for all rows.
-      numbers: [N], of which a row gets its own, or [1]; of [1, n] a reference [n].
+      numbers: [N], of which a row gets its own, or [1]; or [1, K], of which it gets a list.
       extra: other results, which `compute` and `finish` write, element by element.
       state: makes what a warpgroup carries from row to row, in registers.
       finish: `(state, block, warpgroup, extra, scratch)`, called by each warpgroup at its end.
@@ -190,7 +190,7 @@ def stream(
         def step(i, carry):
             row, slot = place(i)
             # While the row is on its way.
-            values = [_numbers(ref, row if ref.shape[0] == count else 0) for ref in numbers_gmem]
+            values = [_numbers(ref, row, count) for ref in numbers_gmem]
             plgpu.barrier_wait(full.at[slot])
             inputs, out = (
                 [_of(ref, slot, x) for ref, x in zip(some, of, strict=True)]
@@ -243,15 +243,17 @@ def stream(
     return kept + made
 
 
+def _numbers(ref: Any, row: Any, count: int) -> Any:
+    """What a row gets of a reference to numbers."""
+    if len(ref.shape) == 2:
+        return [ref[0, i] for i in range(ref.shape[1])]
+    return ref[row if ref.shape[0] == count else 0]
+
+
 def _held(row: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     """A row's shape in shared memory, where TMA wants each at a multiple of 128 bytes."""
     least = 128 // jnp.dtype(dtype).itemsize
     return row if math.prod(row) % least == 0 else (*row[:-1], -(-row[-1] // least) * least)
-
-
-def _numbers(ref: Any, row: Any) -> Any:
-    """One number of an [N], read; of [1, n] the reference, for registers to be spared."""
-    return ref[row] if len(ref.shape) == 1 else ref.at[0]
 
 
 def _of(ring: Any, slot: Any, x: Any) -> Any:
