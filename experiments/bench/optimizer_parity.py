@@ -33,7 +33,7 @@ from jaxaccel.train_step import StepConfig, make_train_step
 MODEL = DecoderConfig(
     vocab_size=320, layers=2, width=128, heads=4, kv_heads=4, head_size=32, mlp_width=384
 )
-BATCH, SEQUENCE, VALIDATION = 8, 128, 128  # the last in batches
+BATCH, SEQUENCE, VALIDATION = 4, 128, 256  # the last in batches
 OPTIMIZER = optim.OptimizerConfig(learning_rate=2e-3, warmup_steps=100, final_fraction=0.0)
 TRAININGS: dict[
     str, tuple[optim.Name, int]
