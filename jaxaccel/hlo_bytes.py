@@ -36,6 +36,7 @@ class Pass:
     bytes: float  # of those arrays
     count: float  # executions a step
     kernel: bool  # a Pallas kernel
+    read_types: tuple[str, ...]  # of the arrays read, by XLA's names
 
 
 def _whole(shapes: tuple[Shape, ...], write: bool) -> list[Access]:
@@ -169,6 +170,7 @@ def passes(module: Module, elements: int, written: str | None = None) -> tuple[P
                     bytes=sum(a.bytes for a in hits),
                     count=times,
                     kernel=any(map(hlo.is_kernel, nodes)),
+                    read_types=tuple(a.dtype for a in hits if not a.write),
                 )
             )
     return tuple(found)

@@ -19,11 +19,11 @@ are of Adam, from simulations with synthetic gradients:
 Mode `"stable"`, the default, has cures that cost nothing in memory: the scale carries the sign
 of the block's extreme (1); a positive second moment is never coded as 0 (2); a first moment
 beside a second of 0 is read as 0 (3); the second moment is rounded at random to one of the two
-neighbouring codes (4). Odds are such that the mean of its *logarithm* is right. With the mean of
-the value itself right, as is usual, a small moment whose codes are a factor of three apart stays
-at the lower one for hundreds of steps, and peaks come back (2.7 times the learning rate). The
-noise is a hash of a seed, the step, the array and the position in it: a run can be repeated,
-resumed and sharded otherwise.
+neighbouring codes (4). Odds are such that a step keeps the mean of its *logarithm*. With those
+that keep the mean of the value, as is usual, a small moment whose codes are a factor of three
+apart stays at the lower one for hundreds of steps, and peaks come back (2.7 times the learning
+rate). The noise is a hash of a seed, the step, the array and the position in it: a run can be
+repeated, resumed and sharded otherwise.
 
 **Exactness**: approximate. A moment errs by 0.00703 (first) or 0.00352 (second) of its block's
 largest at most, a small one by up to 6 % of itself within the upper decade of its block and more
@@ -240,15 +240,13 @@ def _map_leaves(function: Callable, updates: PyTree, moments: Moments, *trees: P
                 if moment.block != want:
                     raise ValueError(
                         f"optimizer state of a parameter {g.shape} has blocks of {moment.block}, "
-                        f"and this optimizer's are {want}: make it with "
-                        f"moments=Moments(block=...) as the one that began, or begin with init"
+                        f"and this optimizer's are {want}: pass "
+                        f"moments=Moments(block={moment.block}), or begin anew with init"
                     )
     results = [function(i, *leaf) for i, leaf in enumerate(zip(leaves, *columns))]
-    return (
-        tuple(structure.unflatten(column) for column in zip(*results))
-        if results
-        else (updates, *trees)
-    )
+    if not results:
+        return updates, *trees
+    return tuple(structure.unflatten(column) for column in zip(*results))
 
 
 def scale_by_adam_8bit(
@@ -277,7 +275,7 @@ def scale_by_adam_8bit(
 
     Raises:
       ValueError: from `update`, if the state was made with another block size. A state of the
-        other mode has the same form and means the same numbers.
+        other mode means the same numbers, and is taken where its blocks are the same.
       TypeError: from `init`, if a parameter is not of a real floating-point type.
 
     Example:

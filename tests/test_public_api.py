@@ -104,7 +104,7 @@ else:
 
 
 def test_techniques_import_without_flax_and_optax():
-    above = ("nn", "decode", "train_step", "optim")
+    above = ("nn", "decode", "train_step", "optim", "optim_8bit")
     without = [name for name in MODULES if name.removeprefix("jaxaccel.") not in above]
     assert "jaxaccel.losses" in without
     python(f"""

@@ -70,6 +70,7 @@ def test_passes_leave_matmuls_out_and_count_turns(module):
     cast, update = hlo_bytes.passes(module, 32)
     assert (cast.name, cast.op_name, cast.reads, cast.writes, cast.bytes) == ("f", "cast", 1, 1, 96)
     assert (update.name, update.reads, update.writes, update.bytes) == ("w", 1, 1, 256)
+    assert (cast.read_types, update.read_types) == (("bf16",), ("f32",))
     assert {cast.count, update.count} == {3} and not (cast.kernel or update.kernel)
     assert hlo_bytes.passes(module, 32, written="f8e4m3fn") == (cast,)
     assert hlo_bytes.passes(module, 33) == ()

@@ -357,7 +357,7 @@ def test_parameters_that_are_not_real_numbers_are_refused(make, dtype):
 def test_a_state_of_another_block_size_is_refused():
     params = {"kernel": jnp.ones((8, 1024))}
     state = optim.adamw_8bit(1e-3, moments=Moments(block=512)).init(params)
-    with pytest.raises(ValueError, match=r"\(8, 1024\) has blocks of 512, and this optimizer's"):
+    with pytest.raises(ValueError, match=r"\(8, 1024\) has blocks of 512.*Moments\(block=512\)"):
         optim.adamw_8bit(1e-3).update(params, state, params)
 
 

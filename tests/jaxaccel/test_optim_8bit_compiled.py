@@ -9,7 +9,7 @@ from experiments.plan import compile_step
 from jaxaccel import optim, target
 from jaxaccel.memory import sharded_bytes
 
-pytestmark = pytest.mark.target
+pytestmark = [pytest.mark.target, pytest.mark.slow]  # two compiles of wide layers
 
 
 def test_the_step_takes_and_peaks_at_74_per_cent_less_optimizer_memory():
@@ -17,8 +17,8 @@ def test_the_step_takes_and_peaks_at_74_per_cent_less_optimizer_memory():
     base = dataclasses.replace(
         preset,
         model=dataclasses.replace(preset.model, vocab_size=8192, layers=2),
-        batch=1,
-        sequence=128,
+        batch=2,  # activations above what an update needs for a while
+        sequence=4096,
         precision="bfloat16",
         remat="none",
     )
