@@ -15,6 +15,7 @@ from jaxaccel.fp8 import DelayedState, choose, with_window
 from jaxaccel.nn import linear_shapes
 from jaxaccel.target import find
 from jaxaccel.train_step import TrainState
+from pallas_kernels.dispatch import HOPPER
 
 
 def describe(config: TrainConfig) -> str:
@@ -38,23 +39,24 @@ def is_native(device: jax.Device) -> bool:
     return float(getattr(device, "compute_capability", 0)) >= 8.9
 
 
-def check_device(config: TrainConfig, name: str, *, native: bool) -> str:
+def check_device(config: TrainConfig, name: str, *, native: bool, devices: int = 1) -> str:
     """What becomes of FP8 matmuls on a device; empty where they are the hardware's.
 
     Args:
       config: a run's options, `fp8` not off.
       name: of the device, for people.
       native: whether it has FP8 tensor cores.
+      devices: of the run.
 
     Raises:
       UserError: they are not, and `--fp8-strict` forbids anything else.
     """
     if not native:
         text = f"{name} has no FP8 matmuls: the same values are multiplied in a wider type"
-    elif config.fp8 == "block":
+    elif config.fp8 == "block" and not (devices == 1 and any(k in name.upper() for k in HOPPER)):
         text = (
-            "XLA has no block-scaled matmul: --fp8 block is a loop of FP8 matmuls over blocks of "
-            "128, far slower than one"
+            "XLA has no block-scaled matmul, and the kernel is for one Hopper GPU: --fp8 block is "
+            "a loop of FP8 matmuls over blocks of 128, far slower than one"
         )
     else:
         return ""

@@ -237,7 +237,7 @@ def report(name: str, config: PlanConfig) -> None:
         check_floor(floor_bytes(config, on), limit)
     if config.fp8 != "off":
         native = on.gpu.fp8_flops is not None
-        on_device = fp8.check_device(config, on.gpu.name, native=native)
+        on_device = fp8.check_device(config, on.gpu.name, native=native, devices=on.count)
         print("\n".join([fp8.describe(config), *filter(None, [on_device])]), file=sys.stderr)
     made = compile_step(config, on)
     analysis = made.analyse(name)

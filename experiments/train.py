@@ -78,7 +78,9 @@ def train(name: str, config: TrainConfig) -> int:
     notes = []
     if config.fp8 != "off":
         native = fp8.is_native(devices[0])
-        on_device = fp8.check_device(config, devices[0].device_kind, native=native)
+        on_device = fp8.check_device(
+            config, devices[0].device_kind, native=native, devices=len(devices)
+        )
         notes = [fp8.describe(config), *filter(None, [on_device])]
     if config.dry_run:
         tree = dataclasses.asdict(config)

@@ -64,6 +64,12 @@ class BlockQuantized:
 def check_block(block: int) -> None:
     """Refuses a block size that is not a positive multiple of 32.
 
+    Args:
+      block: elements of a block.
+
+    Returns:
+      Nothing.
+
     Raises:
       ValueError: says which sizes are legal.
     """
@@ -92,7 +98,15 @@ def in_blocks(x: Array, block: int) -> Array:
 
 
 def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
-    """Undoes `in_blocks`, for an array of this shape."""
+    """Undoes `in_blocks`.
+
+    Args:
+      blocks: from `in_blocks`, or of that shape.
+      shape: of the array.
+
+    Returns:
+      The array, without what filled its last block.
+    """
     size = math.prod(shape)
     if blocks.size != size:
         blocks = blocks.reshape(-1)[:size]
@@ -100,7 +114,16 @@ def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
 
 
 def zeros_like(x: Array, block: int, code: Map) -> BlockQuantized:
-    """What `quantize_blockwise` makes of float32 zeros shaped like `x`, without computing it."""
+    """What `quantize_blockwise` makes of float32 zeros shaped like `x`, without computing it.
+
+    Args:
+      x: any array; its type does not matter.
+      block: elements of a block.
+      code: the map.
+
+    Returns:
+      Codes and scales of 0.
+    """
     scale = jax.eval_shape(lambda: in_blocks(jnp.zeros(x.shape), block)).shape[:-1]
     codes = jnp.zeros_like(x, dtype=jnp.uint8)
     return BlockQuantized(codes, jnp.zeros(scale), block, code, jnp.dtype(jnp.float32))
@@ -110,6 +133,12 @@ def positions(shape: tuple[int, ...]) -> Array:
     """The row-major position of each element, uint32 (modulo 2**32).
 
     Made of `iota`s, so that a sharded program computes each shard's own.
+
+    Args:
+      shape: of the array.
+
+    Returns:
+      uint32 of that shape.
     """
     total, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):

@@ -237,7 +237,14 @@ def encode(
 
 
 def mix(x: UInt[Array, "*dims"]) -> UInt[Array, "*dims"]:
-    """Scrambles 32 bits so that each depends on all (the last step of MurmurHash3)."""
+    """Scrambles 32 bits so that each depends on all (the last step of MurmurHash3).
+
+    Args:
+      x: uint32.
+
+    Returns:
+      uint32; unlike for unlike `x`.
+    """
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

@@ -104,7 +104,10 @@ def test_devices_without_fp8_fall_back_or_are_refused():
     with pytest.raises(UserError, match="--fp8-strict refuses"):
         fp8.check_device(dataclasses.replace(config, fp8_strict=True), "a100", native=False)
     config = dataclasses.replace(config, fp8="block")
-    assert "no block-scaled matmul" in fp8.check_device(config, "h200", native=True)
+    assert fp8.check_device(config, "h200", native=True) == ""  # a kernel
+    for name, devices in (("h200", 8), ("b200", 1)):
+        text = fp8.check_device(config, name, native=True, devices=devices)
+        assert "no block-scaled matmul" in text
 
 
 @pytest.mark.parametrize(("kind", "capability", "native"), [
