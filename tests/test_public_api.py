@@ -20,7 +20,8 @@ IN_FULL = [
     "jaxaccel.accumulate", "jaxaccel.blockwise", "jaxaccel.fp8", "jaxaccel.fp8_delayed",
     "jaxaccel.losses", "jaxaccel.names", "jaxaccel.numerics", "jaxaccel.optim",
     "jaxaccel.precision", "jaxaccel.remat", "jaxaccel.sharding", "jaxaccel.train_step",
-    "pallas_kernels.attention.api", "pallas_kernels.cross_entropy.api", "pallas_kernels.rms_norm",
+    "pallas_kernels.attention.api", "pallas_kernels.codes",
+    "pallas_kernels.cross_entropy.api", "pallas_kernels.rms_norm", "pallas_kernels.swiglu",
 ]  # fmt: skip
 
 
