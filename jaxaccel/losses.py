@@ -58,6 +58,7 @@ def linear_cross_entropy(
       NotImplementedError: `implementation` cannot serve these inputs, or the device.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> hidden, head = jnp.ones((1, 3, 4)), jnp.zeros((5, 4))
       >>> sums = linear_cross_entropy(hidden, head, jnp.array([[1, 2, -1]]))
       >>> int(sums.count), round(float(sums.nll), 4)
