@@ -28,6 +28,7 @@ LAYER_INPUT = "layer_input"
 ATTENTION_NORM = "attention_norm"
 MLP_NORM = "mlp_norm"
 MLP_ACTIVATION = "mlp_activation"
+RMS_NORM_INVERSE = "rms_norm_inverse"  # 1/rms of every norm's rows; named by the op itself
 
 # No tensor but a scope (`jax.named_scope`): matmuls in it are meant to be FP8. XLA may widen
 # an operand and leave no trace of it; a matmul of this scope that is not FP8 was lost.
@@ -35,7 +36,7 @@ FP8_MATMUL = "fp8_matmul"
 
 MATMULS = (QUERY, KEY, VALUE, ATTENTION_OUTPUT, MLP_GATE, MLP_UP, MLP_OUTPUT)
 ATTENTION = (ATTENTION_CONTEXT, ATTENTION_LSE)
-ELEMENTWISE = (LAYER_INPUT, ATTENTION_NORM, MLP_NORM, MLP_ACTIVATION)
+ELEMENTWISE = (LAYER_INPUT, ATTENTION_NORM, MLP_NORM, MLP_ACTIVATION, RMS_NORM_INVERSE)
 ALL = (*MATMULS, *ATTENTION, *ELEMENTWISE)
 
 
