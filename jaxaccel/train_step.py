@@ -7,49 +7,24 @@ layers, which dtypes, which sharding. No technique knows another; all of them me
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, precision, remat, sharding
-from jaxaccel.fp8 import DelayedState, Quantized, Scaling
-from jaxaccel.nn import Between, Decoder, DecoderConfig
-from jaxaccel.precision import LossScale, LossScaleConfig
-from jaxaccel.remat import Policy
+from jaxaccel import accumulate, fp8, losses, nn, precision, remat, sharding, step_config
+from jaxaccel.fp8 import DelayedState
+from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.precision import LossScale
+from jaxaccel.step_config import StepConfig
 from pallas_kernels.attention import attention
-from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
-from pallas_kernels.swiglu import swiglu, swiglu_fp8
 
 Batch = dict[str, Any]  # int32 [B, T] arrays, or their shapes
 BATCH_KEYS = ("tokens", "labels", "segments", "positions")
-
-
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """What a training step does beyond the model and the optimizer."""
-
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    attention: Literal["auto", "xla"] = "auto"  # see `pallas_kernels.attention`
-    remat: Policy = "selective"
-    micro_batches: int = 1
-    clip_norm: float = 1.0
-    z_loss: float = 0.0
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    fp8: Literal["off", "current", "delayed", "block"] = "off"
-    fp8_layers: str = "*"  # shell patterns of names in `nn.linear_shapes`, comma-separated
-    fp8_scaling: Scaling = Scaling()
-
-    def __post_init__(self):
-        remat.parse(self.remat)
-        if not 0 <= self.z_loss < float("inf"):
-            raise ValueError(f"z_loss is {self.z_loss}; it must be 0 or more, and finite")
-        if not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
 
 
 @jax.tree_util.register_dataclass
@@ -132,62 +107,6 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     return nnx.to_pure_dict(placed)
 
 
-def _matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
-    """The matmul of each linear layer, by name."""
-    if config.fp8 == "off":
-        return dict.fromkeys(nn.linear_shapes(model), jax.lax.dot_general)
-    dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
-    reasons = fp8.choose(nn.linear_shapes(model), config.fp8_layers)
-    return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
-
-
-def _between(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> tuple[Between, Between]:
-    """Norm and activation on each device's rows: plain ones, and those that cast to FP8."""
-    on_shards = functools.partial(sharding.rows_on_shards, mesh=mesh)
-    plain = Between(on_shards(nn.rms_norm), on_shards(nn.gated(model.activation), last="mlp"))
-    if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
-        return plain, plain  # the scale is not known beforehand
-    norms = {"plain": on_shards(rms_norm), "fp8": on_shards(rms_norm_fp8)}
-    casting = plain._replace(norm=functools.partial(fp8_fused.rms_norm, **norms))
-    if model.activation == "silu":
-        glus = {"plain": on_shards(swiglu, last="mlp"), "fp8": on_shards(swiglu_fp8, last="mlp")}
-        casting = casting._replace(glu=functools.partial(fp8_fused.swiglu, **glus))
-    return plain, casting
-
-
-def _loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
-    """Cross-entropy of each device's rows and words, summed over the mesh."""
-    loss = functools.partial(losses.linear_cross_entropy, z_loss=z_loss)
-    if mesh.size == 1:
-        return loss
-    words = "tensor" if mesh.shape["tensor"] > 1 else None
-
-    def here(hidden, head, labels):
-        head = jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
-        sums = loss(hidden, head, labels, axis_name=words)
-        return jax.lax.psum(sums, sharding.BATCH_AXES)
-
-    rows = sharding.spec(("batch", "sequence"))
-    head = sharding.spec(("vocab" if words else None, "embed"))
-    return jax.shard_map(here, mesh=mesh, in_specs=(rows, head, rows), out_specs=PartitionSpec())
-
-
-def _fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
-    """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
-
-    def cast(linear: nn.Linear) -> Quantized | None:
-        if not isinstance(dot := linear.dot_general, fp8.DotGeneral):
-            return None
-        state = None if linear.matmul_state is None else linear.matmul_state.get_value()
-        return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
-
-    found = [
-        {name: cast(getattr(layer, name)) for name in nn.linear_shapes(decoder.config)}
-        for layer in decoder.layers
-    ]
-    return [{name: w for name, w in layer.items() if w is not None} for layer in found]
-
-
 def abstract_batch(step: TrainStep, rows: int, sequence: int) -> Batch:
     """Shapes of a batch, to compile `step.step` with `step.abstract_state` for.
 
@@ -226,7 +145,7 @@ def make_train_step(
     dtype = precision.COMPUTE_DTYPES[config.precision]
     implementation = None if config.attention == "auto" else config.attention
     attend = functools.partial(attention, implementation=implementation)
-    between, casting = _between(model, config, mesh)
+    between, casting = step_config.between(model, config, mesh)
     plain = functools.partial(
         Decoder,
         model,
@@ -240,9 +159,11 @@ def make_train_step(
         scan=functools.partial(remat.scan, policy=config.remat),
         constrain=sharding.constrainer(mesh),
     )
-    dots = _matmuls(model, config, warm_start=False)
+    dots = step_config.matmuls(model, config, warm_start=False)
     build = functools.partial(plain, dot_general=dots, between=casting)
-    build_cold = functools.partial(plain, dot_general=_matmuls(model, config, warm_start=True))
+    build_cold = functools.partial(
+        plain, dot_general=step_config.matmuls(model, config, warm_start=True)
+    )
     split = lambda build: nnx.split(
         jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param, nn.NextValue
     )
@@ -272,7 +193,7 @@ def make_train_step(
     # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
     #    count of the whole batch.
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    cross_entropy = _loss_on_shards(config.z_loss, mesh)
+    cross_entropy = step_config.loss_on_shards(config.z_loss, mesh)
 
     def loss_sums(decoder: Decoder, batch: Batch) -> losses.LossSums:
         hidden = decoder(
@@ -287,7 +208,7 @@ def make_train_step(
         graphdef = split(build)[0]
         weights = []
         if config.micro_batches > 1:
-            weights = _fp8_weights(nnx.merge(graphdef, state.params, state.fp8))
+            weights = step_config.fp8_weights(nnx.merge(graphdef, state.params, state.fp8))
 
         def objective(params, fp8_state, part: Batch):
             decoder = nnx.merge(graphdef, params, fp8_state)

@@ -205,11 +205,11 @@ def test_mistakes_are_named(monkeypatch):
     hidden, head, labels = data()
     with pytest.raises(ValueError, match="chunk is 0; it must be at least 1"):
         losses.linear_cross_entropy(hidden, head, labels, chunk=0)
-    # A user without the type checker gets the function's own message.
-    with pytest.raises(jaxtyping.TypeCheckError):
-        losses.linear_cross_entropy(hidden, head, labels[:, :-1])
-    unchecked = losses.linear_cross_entropy.__wrapped__
     with pytest.raises(ValueError, match=r"hidden \(3, 7, 5\).*labels \(3, 6\)"):
-        unchecked(hidden, head, labels[:, :-1])
+        losses.linear_cross_entropy(hidden, head, labels[:, :-1])
+    with pytest.raises(jaxtyping.TypeCheckError):
+        losses.linear_cross_entropy(hidden, head[:, :-1], labels)
+    # A user without the type checker gets the function's own message.
+    unchecked = losses.linear_cross_entropy.__wrapped__
     with pytest.raises(ValueError, match=r"head \(13, 4\)"):
         unchecked(hidden, head[:, :-1], labels)
