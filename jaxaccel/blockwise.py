@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels import codes
+from pallas_kernels import codes, dispatch
 from pallas_kernels.codes import Map
 
 Rounding = Literal["nearest", "stochastic", "geometric"]
@@ -50,6 +50,7 @@ class BlockQuantized:
     block: int = dataclasses.field(metadata={"static": True})  # elements of a block
     code: Map = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})  # of the array
+    signed: bool = dataclasses.field(default=False, metadata={"static": True})  # the scales
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,6 +94,7 @@ def in_blocks(x: Array, block: int) -> Array:
     """
     if x.ndim and x.shape[-1] % block == 0:
         return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    dispatch.refuse_explicit(f"{x.dtype}{list(x.shape)} in blocks that run from row to row", x)
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
 
@@ -113,20 +115,21 @@ def from_blocks(blocks: Array, shape: tuple[int, ...]) -> Array:
     return blocks.reshape(shape)
 
 
-def zeros_like(x: Array, block: int, code: Map) -> BlockQuantized:
+def zeros_like(x: Array, block: int, code: Map, *, signed: bool = False) -> BlockQuantized:
     """What `quantize_blockwise` makes of float32 zeros shaped like `x`, without computing it.
 
     Args:
       x: any array; its type does not matter.
       block: elements of a block.
       code: the map.
+      signed: whether scales are to carry signs.
 
     Returns:
       Codes and scales of 0.
     """
     scale = jax.eval_shape(lambda: in_blocks(jnp.zeros(x.shape), block)).shape[:-1]
     codes = jnp.zeros_like(x, dtype=jnp.uint8)
-    return BlockQuantized(codes, jnp.zeros(scale), block, code, jnp.dtype(jnp.float32))
+    return BlockQuantized(codes, jnp.zeros(scale), block, code, jnp.dtype(jnp.float32), signed)
 
 
 def positions(shape: tuple[int, ...]) -> Array:
@@ -208,7 +211,8 @@ def quantize_blockwise(
     normed = values * inverse[..., None]
     found = codes.encode(normed, code, noise, geometric=rounding == "geometric")
     found = jnp.where(empty[..., None], 0, found).astype(jnp.uint8)
-    return BlockQuantized(from_blocks(found, x.shape), scale, block, code, jnp.dtype(x.dtype))
+    found = from_blocks(found, x.shape)
+    return BlockQuantized(found, scale, block, code, jnp.dtype(x.dtype), signed)
 
 
 def dequantize_blockwise(quantized: BlockQuantized) -> Float[Array, "*dims"]:

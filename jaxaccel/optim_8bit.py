@@ -220,7 +220,8 @@ def _empty(params: PyTree, code: codes.Map, moments: Moments) -> PyTree[Moment]:
             )
         if keep or p.size < moments.min_size:
             return jnp.zeros_like(p, dtype=jnp.float32)
-        return zeros_like(p, block_for(p.shape, moments), code)
+        signed = moments.mode == "stable" and code == "dynamic"
+        return zeros_like(p, block_for(p.shape, moments), code, signed=signed)
 
     return jax.tree_util.tree_map_with_path(one, params, keep)
 
@@ -229,13 +230,22 @@ def _map_leaves(function: Callable, updates: PyTree, moments: Moments, *trees: P
     """`function(index, g, *moments of it)` for each gradient, transposed into trees.
 
     Raises:
-      ValueError: a moment has blocks of another size than the optimizer's.
+      ValueError: a moment is of another shape or mode than the optimizer's, or of other blocks.
     """
     leaves, structure = jax.tree.flatten(updates)
     columns = [structure.flatten_up_to(tree) for tree in trees]
     for g, *held in zip(leaves, *columns):
         for moment in held:
             if isinstance(moment, BlockQuantized):
+                if moment.shape != g.shape:
+                    raise ValueError(f"got a gradient {g.shape} for optimizer state {moment.shape}")
+                mode = "stable" if moment.signed else "bitsandbytes"
+                if moment.code == "dynamic" and mode != moments.mode:
+                    raise ValueError(
+                        f"optimizer state of a parameter {g.shape} is of mode {mode!r}, and this "
+                        f"optimizer's is {moments.mode!r}: pass moments=Moments(mode={mode!r}), or "
+                        "begin anew with init"
+                    )
                 want = block_for(g.shape, moments)
                 if moment.block != want:
                     raise ValueError(
@@ -274,8 +284,7 @@ def scale_by_adam_8bit(
       An optax transformation. Its state has the same shapes and types at every step.
 
     Raises:
-      ValueError: from `update`, if the state was made with another block size. A state of the
-        other mode means the same numbers, and is taken where its blocks are the same.
+      ValueError: from `update`, if the state was made with another block size or mode.
       TypeError: from `init`, if a parameter is not of a real floating-point type.
 
     Example:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt, UInt8
 
-from pallas_kernels import codes
+from pallas_kernels import codes, dispatch
 
 Mode = Literal["stable", "bitsandbytes"]
 
@@ -182,6 +182,7 @@ def _blocks(x: Array, block: int, fill: int = 0) -> Array:
 
 def filled(x: Array, multiple: int, fill: int) -> Array:
     """[*dims] -> [L], L a multiple; the last elements are `fill`."""
+    dispatch.refuse_explicit(f"{x.dtype}{list(x.shape)} in blocks that run from row to row", x)
     flat = x.reshape(-1)
     missing = -flat.size % multiple
     if missing:

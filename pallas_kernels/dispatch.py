@@ -96,6 +96,20 @@ def unsharded(*arrays: Array) -> str | None:
     return None
 
 
+def refuse_explicit(what: str, *arrays: Array) -> None:
+    """Refuses what JAX cannot do with arrays on explicit mesh axes, in words of its own.
+
+    Args:
+      what: is not done, the subject of the message.
+      *arrays: that it would be done with.
+
+    Raises:
+      ValueError: one of them lies on such axes.
+    """
+    if reason := unsharded(*arrays):
+        raise ValueError(f"{what} {reason}, or make the mesh with axis_types=(AxisType.Auto, ...)")
+
+
 def _varying_as(plain, kernel, *operands):
     """Calls the kernel; under `shard_map` its results vary over the axes that XLA's do."""
 

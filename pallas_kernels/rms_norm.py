@@ -152,6 +152,8 @@ def _checked(options, x, residual, scale, cast_scale):
     """The operands, which under `shard_map` vary alike."""
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"got x {x.shape}, scale {scale.shape}; need x [..., D], scale [D]")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x is {x.dtype}; it must be floating-point")
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         got = f"{residual.dtype}{list(residual.shape)}"
         raise ValueError(f"got residual {got}, need that of x, {x.dtype}{list(x.shape)}")
@@ -248,6 +250,8 @@ def cases(N: int = 16384, D: int = 2048) -> Iterator[tuple]:
     Returns:
       The fields of an `inspect.Case`, of each.
     """
+    if D > kernels.LONGEST:
+        raise ValueError(f"D={D}; the kernels take rows of up to {kernels.LONGEST}")
     x = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
     scale, inverse, one = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((D,), (N, 1), ()))
 

@@ -107,6 +107,8 @@ def _checked(implementation, gate, up, cast_scale):
     if (gate.shape, gate.dtype) != (up.shape, up.dtype):
         got = ", ".join(f"{x.dtype}{list(x.shape)}" for x in (gate, up))
         raise ValueError(f"got gate, up {got}; need the same shape and dtype of both")
+    if not jnp.issubdtype(gate.dtype, jnp.floating):
+        raise ValueError(f"gate and up are {gate.dtype}; they must be floating-point")
     fp8_output.check(cast_scale)
     dispatch.check(implementation, _unfit(implementation, gate, up))
     operands, tree = jax.tree.flatten((gate, up, cast_scale))

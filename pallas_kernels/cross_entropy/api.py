@@ -131,7 +131,7 @@ def linear_cross_entropy(
         device's shard of it, all of one size, in order.
       labels: the shape of hidden without D; or with a dim R after it, for R labels of each hidden
         state, each with sums of its own. Ids below V, of the whole vocabulary; -1 (`IGNORED`)
-        where nothing is to be predicted. Any other label makes its sums NaN.
+        where nothing is to be predicted. Any other label makes its sums NaN, and their gradients.
       z_loss: weight of the squared log-partition (arXiv:2204.02311, section 5).
       soft_cap: bound on the logits' magnitude, by tanh (arXiv:2408.00118, section 2). None: none.
       label_smoothing: share of the target that is spread evenly over all words.
@@ -161,8 +161,8 @@ def linear_cross_entropy(
         operands = vary_alike(hidden_BTD, head, labels_BTR)
         objective, nll = _sums(options, implementation, *operands)
     else:
-        terms = _whole_terms(options, implementation, axis_name, hidden_BTD, head, labels_BTR)
-        objective, nll = (x.sum((0, 1)) for x in _losses(options, labels_BTR, terms))
+        whole = _whole_terms(options, implementation, axis_name, hidden_BTD, head, labels_BTR)
+        objective, nll = (x.sum((0, 1)) for x in _losses(options, labels_BTR, *whole))
     shape = labels.shape[hidden.ndim - 1 :]
     objective, nll, count = (x.reshape(shape) for x in (objective, nll, count))
     return LossSums(objective, jax.lax.stop_gradient(nll), count)
@@ -204,8 +204,9 @@ def token_cross_entropy(
     options, hidden_BTD, labels_BTR = _prepare(
         hidden, head, labels, z_loss, soft_cap, label_smoothing, chunk
     )
-    terms = _whole_terms(options, implementation, axis_name, hidden_BTD, head, labels_BTR)
-    objective, nll = (x.reshape(labels.shape) for x in _losses(options, labels_BTR, terms))
+    terms, words = _whole_terms(options, implementation, axis_name, hidden_BTD, head, labels_BTR)
+    both = _losses(options, labels_BTR, terms, words)
+    objective, nll = (x.reshape(labels.shape) for x in both)
     return TokenLosses(objective, nll, terms.lse.reshape(hidden.shape[:-1]))
 
 
@@ -218,6 +219,14 @@ def _prepare(hidden, head, labels, z_loss, soft_cap, label_smoothing, chunk):
             f"hidden {hidden.shape}, head {head.shape} and labels {labels.shape} "
             "must be [B, T, D], [V, D] and [B, T]; or [N, D] and [N]; labels may end in a dim R"
         )
+    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (hidden, head)):
+        raise ValueError(
+            f"hidden is {hidden.dtype}, head {head.dtype}; both must be floating-point"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.signedinteger):
+        raise ValueError(f"labels are {labels.dtype}; they must be signed integers, ids and -1")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss is {z_loss}; it must be 0 or more, and finite")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None")
     if not 0 <= label_smoothing < 1:
@@ -232,9 +241,9 @@ def _prepare(hidden, head, labels, z_loss, soft_cap, label_smoothing, chunk):
     return options, hidden.reshape(batch, length, width), labels.reshape(batch, length, rows)
 
 
-def _losses(options: Options, labels_BTR, terms: Terms) -> tuple[Array, Array]:
-    """Objective and nll, [B, T, R]."""
-    lse = terms.lse[..., None]
+def _losses(options: Options, labels_BTR, terms: Terms, words: int) -> tuple[Array, Array]:
+    """Objective and nll, [B, T, R]; NaN for a label of no word, and so is the gradient."""
+    lse = terms.lse[..., None] * xla.valid(labels_BTR, words)
     nll = lse - terms.target
     objective = nll
     if terms.mean is not None:  # label smoothing
@@ -246,17 +255,11 @@ def _losses(options: Options, labels_BTR, terms: Terms) -> tuple[Array, Array]:
     return objective, nll
 
 
-def _no_word(labels, words: int):
-    """Labels that are neither of a word nor IGNORED: a mistake that must not pass unseen."""
-    return (labels < IGNORED) | (labels >= words)
-
-
-def _whole_terms(options, implementation, axis_name, hidden, head, labels) -> Terms:
-    """The terms over the whole vocabulary, of which `head` may be a shard."""
+def _whole_terms(options, implementation, axis_name, hidden, head, labels) -> tuple[Terms, int]:
+    """The terms over the whole vocabulary, of which `head` may be a shard; and its words."""
     words = head.shape[0]
     if axis_name is None:
-        terms = _terms(options, implementation, *vary_alike(hidden, head, labels))
-        return terms._replace(target=jnp.where(_no_word(labels, words), jnp.nan, terms.target))
+        return _terms(options, implementation, *vary_alike(hidden, head, labels)), words
     shards = jax.lax.axis_size(axis_name)
     here = labels - jax.lax.axis_index(axis_name) * words
     mine = (here >= 0) & (here < words)
@@ -265,9 +268,8 @@ def _whole_terms(options, implementation, axis_name, hidden, head, labels) -> Te
     top = jax.lax.pmax(jax.lax.stop_gradient(terms.lse), axis_name)
     lse = top + jnp.log(jax.lax.psum(jnp.exp(terms.lse - top), axis_name))
     target = jax.lax.psum(jnp.where(mine, terms.target, 0.0), axis_name)
-    target = jnp.where(_no_word(labels, words * shards), jnp.nan, target)
     mean = None if terms.mean is None else jax.lax.pmean(terms.mean, axis_name)
-    return Terms(lse, target, mean)
+    return Terms(lse, target, mean), words * shards
 
 
 def _unfit(hidden, head) -> str | None:
@@ -288,6 +290,7 @@ def _terms(options, implementation, hidden, head, labels) -> Terms:
 
 
 def _terms_forward(options, implementation, hidden, head, labels):
+    dispatch.refuse_explicit("the gradient of linear cross-entropy", hidden, head)
     terms = _forward(options, implementation, hidden, head, labels)
     return terms, (hidden, head, labels, terms.lse)
 
@@ -303,8 +306,7 @@ _terms.defvjp(_terms_forward, _terms_backward)
 
 
 def _summed(options, labels, terms: Terms, words: int) -> tuple[Array, Array]:
-    target = jnp.where(_no_word(labels, words), jnp.nan, terms.target)
-    objective, nll = _losses(options, labels, terms._replace(target=target))
+    objective, nll = _losses(options, labels, terms, words)
     return objective.sum(), nll.sum()
 
 
@@ -322,6 +324,8 @@ def _sums_forward(options, implementation, hidden, head, labels):
     does not need are zeros that nothing reads, and are gone from the compiled program.
     """
 
+    dispatch.refuse_explicit("the gradient of linear cross-entropy", hidden, head)
+
     def kernel(*operands):
         like = jax.eval_shape(plain, *operands)[1:]
         return mosaic.forward(options, *operands), *(jnp.zeros(x.shape, x.dtype) for x in like)
@@ -335,7 +339,7 @@ def _sums_forward(options, implementation, hidden, head, labels):
 
 def _sums_backward(options, implementation, saved, cotangents):
     def kernel(hidden, head, labels, lse, _, g):
-        unit = xla.unit_cotangents(options, lse, labels)
+        unit = xla.unit_cotangents(options, lse, labels, head.shape[0])
         scaled = jax.tree.map(lambda x: x * g, unit)
         return mosaic.backward(options, hidden, head, labels, lse, scaled)
 

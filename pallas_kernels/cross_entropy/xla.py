@@ -41,7 +41,14 @@ class Terms(NamedTuple):
     mean: Float[Array, "B T"] | None  # of the logits over the words; None without smoothing
 
 
-def unit_cotangents(options: Options, lse: Float[Array, "B T"], labels: Int[Array, "B T R"]):
+def valid(labels: Int[Array, "..."], words: int) -> Float[Array, "..."]:
+    """1; NaN for a label of no word, a mistake that must not pass unseen."""
+    return jnp.where((labels < IGNORED) | (labels >= words), jnp.nan, 1.0)
+
+
+def unit_cotangents(
+    options: Options, lse: Float[Array, "B T"], labels: Int[Array, "B T R"], words: int
+) -> Terms:
     """Derivatives of the summed objective by the terms.
 
     `objective = lse - (1 - s) target - s mean + z_loss lse^2`, where a label counts.
@@ -50,7 +57,7 @@ def unit_cotangents(options: Options, lse: Float[Array, "B T"], labels: Int[Arra
     rows = counted.sum(-1)
     smoothing = options.label_smoothing
     return Terms(
-        lse=rows * (1 + 2 * options.z_loss * lse),
+        lse=rows * (1 + 2 * options.z_loss * lse) * valid(labels, words).mean(-1),
         target=(smoothing - 1) * counted,
         mean=-smoothing * rows if smoothing else None,
     )
@@ -97,7 +104,7 @@ def forward_and_gradient(
     def step(d_head, chunk):
         logits, y = _logits(options, cast, *chunk)
         terms = _terms(options, logits, y)
-        cotangents = unit_cotangents(options, terms.lse, y)
+        cotangents = unit_cotangents(options, terms.lse, y, len(head))
         d_h, d_head = _gradients(
             options, chunk[0], cast, y, logits, terms.lse, cotangents, factor, d_head
         )

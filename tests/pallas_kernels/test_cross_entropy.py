@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import cross_entropy as ce
+from pallas_kernels.cross_entropy import api
 
 SIZES = 2, 7, 24, 37  # B, T, D, V
 # Each pair of two options is on, off and half on; and all at once.
@@ -119,6 +120,40 @@ def test_a_label_of_no_word_is_seen(label):
     assert np.isnan(ce.linear_cross_entropy(*args).objective)
     losses = ce.token_cross_entropy(*args)
     assert np.isnan(losses.nll[1, 2]) and np.isfinite(losses.nll).sum() == 13
+    for loss in (
+        lambda h: ce.linear_cross_entropy(h, *args[1:]).objective,
+        lambda h: ce.token_cross_entropy(h, *args[1:]).objective.sum(),
+    ):
+        gradient = jax.grad(loss)(hidden)
+        assert np.isnan(gradient[1, 2]).all() and np.isfinite(gradient).sum() == 13 * 24
+
+
+def test_the_gradient_on_explicit_axes_is_refused_in_one_line():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        hidden, labels = (jax.device_put(x, jax.P("x")) for x in (jnp.ones((8, 16)), jnp.arange(8)))
+        loss = lambda h: ce.linear_cross_entropy(h, jnp.ones((13, 16)), labels).objective
+        with pytest.raises(
+            ValueError, match=r"the gradient of linear .* takes no array sharded.*Auto"
+        ):
+            jax.grad(loss)(hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": jnp.int32}, "hidden is int32, head float32; both must be floating-point"),
+        ({"labels": jnp.uint8}, "labels are uint8; they must be signed integers"),
+        ({"labels": jnp.float32}, "labels are float32"),
+        ({"z_loss": -1.0}, "z_loss is -1.0; it must be 0 or more"),
+    ],
+)
+def test_wrong_kinds_of_numbers_are_refused(change, message):
+    hidden, head, labels = data()
+    cast = lambda x, name: x.astype(change.get(name, x.dtype))
+    z_loss = change.get("z_loss", 0.0)
+    with pytest.raises(ValueError, match=message):
+        api._prepare(cast(hidden, "hidden"), head, cast(labels, "labels"), z_loss, None, 0.0, None)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
