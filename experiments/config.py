@@ -6,7 +6,7 @@ from typing import Any, Literal
 from experiments.data import DataConfig
 from experiments.errors import UserError
 from jaxaccel.fp8 import Scaling
-from jaxaccel.nn import DecoderConfig
+from jaxaccel.nn import DecoderConfig, MtpConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.train_step import StepConfig
@@ -21,6 +21,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     fp8_scaling: Scaling = Scaling()
+    mtp: MtpConfig = MtpConfig()
 
     run_dir: str = ""
     """Folder of the run; empty: runs/CONFIG. Running again with the same folder resumes."""
@@ -102,6 +103,11 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         raise UserError(f"--seed is {config.seed}; it must lie in 0 to 2**32 - 1")
     if config.budget_gib is not None and not config.budget_gib > 0:  # nan too
         raise UserError(f"--budget-gib is {config.budget_gib}; it must be above 0")
+    if config.mtp.depth >= config.sequence:
+        raise UserError(
+            f"--mtp.depth is {config.mtp.depth}; in rows of {config.sequence} tokens it must be at "
+            f"most {config.sequence - 1}"
+        )
     shards = sizes["data"] * sizes["fsdp"]
     unit = shards * config.micro_batches
     below = config.batch // unit

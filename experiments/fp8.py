@@ -25,7 +25,7 @@ def describe(config: TrainConfig) -> str:
       UserError: the filter leaves no layer.
     """
     with user_errors():
-        reasons = choose(linear_shapes(config.model), config.fp8_layers)
+        reasons = choose(linear_shapes(config.model, config.mtp), config.fp8_layers)
     converted = [name for name, reason in reasons.items() if not reason]
     kept = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     kept += ["embedding and output head", "attention's scores", "norms"]

@@ -71,7 +71,7 @@ class Compiled:
             state.opt_state,
             CostModel(self.on),
             config=name,
-            model_flops=flops_per_token(config.model, config.sequence) * tokens,
+            model_flops=flops_per_token(config.model, config.sequence, config.mtp) * tokens,
         )
 
 

@@ -49,14 +49,15 @@ class Run:
         Raises:
           UserError: the run has no whole checkpoint.
         """
-        return nnx.merge(
-            nnx.split(abstract_decoder(self.config.model, **arguments))[0], self.params(mesh)
-        )
+        return nnx.merge(nnx.split(self._abstract(**arguments))[0], self.params(mesh))
+
+    def _abstract(self, **arguments: Any) -> Decoder:
+        return abstract_decoder(self.config.model, mtp=self.config.mtp, **arguments)
 
     def params(self, mesh: Mesh | None = None) -> PyTree[Array]:
         """The parameters alone, a nested dict of float32."""
         mesh = mesh or sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices()[:1])
-        model = abstract_decoder(self.config.model)
+        model = self._abstract()
         like = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             nnx.to_pure_dict(nnx.state(model)),

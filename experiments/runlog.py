@@ -177,8 +177,9 @@ class RunLog:
         step = record["step"]
         shown = record | {"eta": self._eta(step)}
         if self._progress is None:
+            heads = {key: f"{key} {{:.4f}}" for key in record if key.startswith("mtp_loss")}
             count = f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"
-            print("  ".join([count, *_fields(shown, _LINE)]), flush=True)
+            print("  ".join([count, *_fields(shown, _LINE | heads)]), flush=True)
             return
         if record["val_loss"] is not None:  # rare, and the bar has no room for it
             self.message(f"step {step}: val_loss {record['val_loss']:.4f}")

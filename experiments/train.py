@@ -159,7 +159,7 @@ def train(name: str, config: TrainConfig) -> int:
 
     # ---- Train --------------------------------------------------------------------------
     peak = metrics.peak_flops(devices[0], precision.COMPUTE_DTYPES[config.precision])
-    flops = flops_per_token(config.model, config.sequence)
+    flops = flops_per_token(config.model, config.sequence, config.mtp)
     profile = Profile(config.profile, folder / "profile")
     stop = StopRequest(config.time_limit)
     log = RunLog(
@@ -210,6 +210,7 @@ def train(name: str, config: TrainConfig) -> int:
                     "skipped_steps": int(figures.skipped),
                     "loss_scale": float(figures.loss_scale),
                     "fp8_skipped": int(figures.fp8_skipped),
+                    **{f"mtp_loss_{k}": float(x) for k, x in enumerate(figures.mtp_losses, 1)},
                 }
             )
 
@@ -284,10 +285,11 @@ def train(name: str, config: TrainConfig) -> int:
     )
     (folder / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\nA sample, continuing {config.sample_prompt!r}:\n\n{sample}\n")
+    count, tokens = parameter_count(config.model, config.mtp), config.batch * config.sequence
     seconds, per_byte = time.monotonic() - started, final_loss / corpus.bytes_per_token
     print(
-        f"Trained {parameter_count(config.model):,} parameters for {done - first} steps "
-        f"({(done - first) * config.batch * config.sequence:,} tokens) in {seconds:.0f} s.\n"
+        f"Trained {count:,} parameters for {done - first} steps "
+        f"({(done - first) * tokens:,} tokens) in {seconds:.0f} s.\n"
         f"Validation loss {final_loss:.4f} nats per token, {per_byte:.4f} nats "
         f"({per_byte / math.log(2):.4f} bits) per byte.\n"
         f"All of it is in {folder}: metrics.jsonl, loss.png, sample.txt, config.json, env.json, "
@@ -306,8 +308,8 @@ def memory_limit(config: TrainConfig, device: jax.Device) -> float | None:
 
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
     """What the options come to."""
-    count = parameter_count(config.model)
-    flops = flops_per_token(config.model, config.sequence)
+    count = parameter_count(config.model, config.mtp)
+    flops = flops_per_token(config.model, config.sequence, config.mtp)
     tokens = config.batch * config.sequence
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return (

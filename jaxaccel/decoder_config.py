@@ -6,7 +6,7 @@ Shape suffixes: C head size.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -83,10 +83,56 @@ class DecoderConfig:
             )
 
 
-def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Shape of the kernel of each linear layer in a decoder's layer, by its name there."""
+@dataclasses.dataclass(frozen=True)
+class MtpConfig:
+    """Multi-token prediction: heads that predict the tokens after the next one; see `mtp`."""
+
+    depth: int = 0
+    """Heads; head k of 1 to DEPTH predicts the token k places after the next. 0: none."""
+    kind: Literal["sequential", "parallel"] = "sequential"
+    """sequential: each reads the one before and the tokens between (DeepSeek-V3). parallel: all
+    read the decoder alone (Gloeckle et al.)."""
+    weight: float = 0.3
+    """Of the heads' mean loss, beside the decoder's own."""
+    schedule: str = "constant"
+    """constant, or STEP:WEIGHT (several, comma-separated): another weight from that step on."""
+
+    def __post_init__(self):
+        if self.depth < 0:
+            raise ValueError(f"mtp depth is {self.depth}; it must be 0 (no heads) or more")
+        if self.kind not in get_args(MtpConfig.__annotations__["kind"]):
+            raise ValueError(f"mtp kind is {self.kind!r}; known: sequential, parallel")
+        for step, weight in [(0, self.weight), *self.changes]:
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"mtp weight is {weight}; it must be 0 or more, and finite")
+            if step < 0:
+                raise ValueError(f"mtp schedule {self.schedule!r} has step {step}, below 0")
+
+    @property
+    def changes(self) -> tuple[tuple[int, float], ...]:
+        """The schedule's (step, weight) pairs, in the order of steps."""
+        if self.schedule == "constant":
+            return ()
+        try:
+            pairs = [part.split(":") for part in self.schedule.split(",")]
+            return tuple(sorted((int(step), float(weight)) for step, weight in pairs))
+        except ValueError:
+            raise ValueError(
+                f"mtp schedule is {self.schedule!r}; legal: constant, or STEP:WEIGHT like 6000:0.1"
+            ) from None
+
+
+def linear_shapes(
+    config: DecoderConfig,
+    mtp: MtpConfig = MtpConfig(),
+) -> dict[str, tuple[int, int]]:
+    """Shape of the kernel of each linear layer in a decoder's layer, by its name there.
+
+    With sequential heads also that of their `mtp_projection`; the rest of a head is a layer.
+    """
     c = config
     queries, keys = c.heads * c.head_size, c.kv_heads * c.head_size
+    joined = mtp.depth > 0 and mtp.kind == "sequential"
     return {
         "query": (c.width, queries),
         "key": (c.width, keys),
@@ -95,15 +141,21 @@ def linear_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
         "gate": (c.width, c.mlp_width),
         "up": (c.width, c.mlp_width),
         "down": (c.mlp_width, c.width),
+        **({"mtp_projection": (2 * c.width, c.width)} if joined else {}),
     }
 
 
-def flops_per_token(config: DecoderConfig, sequence: int) -> float:
+def flops_per_token(
+    config: DecoderConfig,
+    sequence: int,
+    mtp: MtpConfig = MtpConfig(),
+) -> float:
     """Model FLOP of one token's forward and backward pass (arXiv:2204.02311, appendix B).
 
     6 for every parameter of a matmul, the head included and the embedding not, plus
     attention's two matmuls over the positions a query sees on average: half of the row
-    under a causal mask, less under a window. Recomputation does not count.
+    under a causal mask, less under a window. Recomputation does not count. A head of `mtp` is a
+    layer, the output head once more, and its projection.
 
     Example:
       >>> config = DecoderConfig(64, 1, width=8, heads=2, kv_heads=1, head_size=4, mlp_width=16)
@@ -111,14 +163,17 @@ def flops_per_token(config: DecoderConfig, sequence: int) -> float:
       True
     """
     c = config
-    projections = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
-    matmuls = c.layers * (projections + 3 * c.width * c.mlp_width) + c.vocab_size * c.width
-    seen = 0.0
-    for window in c.windows:
+
+    def attended(window):  # of all query heads, both matmuls
         w = min(window or sequence, sequence)
-        seen += (w * (sequence - w) + w * w / 2) / sequence
-    seen *= c.layers / len(c.windows)
-    return 6.0 * (matmuls + 2 * c.heads * c.head_size * seen)
+        return 2 * c.heads * c.head_size * (w * (sequence - w) + w * w / 2) / sequence
+
+    shapes = linear_shapes(c, mtp)
+    projection = math.prod(shapes.pop("mtp_projection", (0,)))
+    layer, head = sum(map(math.prod, shapes.values())), c.vocab_size * c.width
+    trunk = c.layers * layer + c.layers / len(c.windows) * sum(map(attended, c.windows)) + head
+    ahead = mtp.depth * (layer + attended(c.windows[-1]) + head + projection)
+    return 6.0 * (trunk + ahead)
 
 
 def rope_frequencies(config: DecoderConfig) -> Float[Array, "C_half"]:

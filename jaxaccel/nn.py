@@ -9,13 +9,16 @@ Layers are stacked on a leading dimension and run under one `scan`, so that a co
 step does not grow with depth. Unlike layers (say a sliding window in every second one)
 repeat in groups: the scan runs over groups, a group's layers run one after the other.
 
-Shape suffixes: B batch, T positions, D width, H query heads, K key/value heads,
-C head size, F width of the MLP, V vocabulary, L stack of layers.
+Heads that predict further ahead (`mtp`) share embedding and output head with the decoder and
+leave what it computes alone.
+
+Shape suffixes: B batch, T positions, D width, C head size, V vocabulary, N predictions of a
+position.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,245 +27,54 @@ from jaxtyping import Array, Float, Int
 
 from jaxaccel import names
 from jaxaccel.decoder_config import (
-    ACTIVATIONS,
     DecoderConfig,
+    MtpConfig,
     RopeScaling,
     flops_per_token,
     linear_shapes,
     rope_frequencies,
 )
+from jaxaccel.layers import (
+    Axes,
+    Between,
+    Layer,
+    Linear,
+    NextValue,
+    Norm,
+    Prepared,
+    gated,
+    rms_norm,
+    rotate,
+)
+from jaxaccel.mtp import Heads
 from pallas_kernels import attention as attention_op
-from pallas_kernels import rms_norm as rms_norm_op
-from pallas_kernels import swiglu as swiglu_op
 
 __all__ = [
     "Between",
     "Decoder",
     "DecoderConfig",
+    "Heads",
     "Layer",
     "Linear",
+    "MtpConfig",
     "NextValue",
     "Norm",
     "Prepared",
     "RopeScaling",
     "flops_per_token",
+    "gated",
     "linear_shapes",
     "parameter_count",
+    "rms_norm",
     "rope_frequencies",
     "rotate",
 ]
 
-Axes = tuple[str | None, ...]
 
-
-def parameter_count(config: DecoderConfig) -> int:
+def parameter_count(config: DecoderConfig, mtp: MtpConfig = MtpConfig()) -> int:  # noqa: B008
     """Parameters of a decoder, embedding and head included."""
-    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = jax.eval_shape(lambda: Decoder(config, mtp=mtp, rngs=nnx.Rngs(0)))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model)))
-
-
-def rotate(x_BTHC: Array, cos_BTC: Array, sin_BTC: Array) -> Array:
-    """Rotary embedding in the half-rotation layout: channel i pairs with i + C/2."""
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BTC[:, :, None, :], sin_BTC[:, :, None, :]
-    out = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return out.astype(x_BTHC.dtype)
-
-
-class NextValue(nnx.Variable):
-    """State of a matmul whose gradient is its next value; no parameter."""
-
-
-class Prepared(nnx.Variable):
-    """A kernel in the form in which its matmul reads it, made before; no parameter."""
-
-
-class Linear(nnx.Module):
-    """`x @ kernel (+ bias)`; leading dimensions of `x` are merged into one.
-
-    A two-dimensional matmul is what the FP8 rewriting of XLA expects, and its weight
-    gradient is one matmul too (with three dimensions XLA's CPU back end transposes).
-
-    A `dot_general` with a method `init_state` is given that state as `state=`, and what
-    `prepared` holds as `weight=`.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        axes: Axes,
-        *,
-        stack: int,
-        bias: bool,
-        std: float,
-        dot_general: Callable,
-        rngs: nnx.Rngs,
-    ):
-        normal = jax.random.normal(rngs.params(), (stack, *shape), jnp.float32)
-        self.kernel = nnx.Param(normal * std, axes=("layers", *axes))
-        zeros = jnp.zeros((stack, shape[1]))
-        self.bias = nnx.Param(zeros, axes=("layers", axes[1])) if bias else None
-        self.dot_general = dot_general
-        init_state = getattr(dot_general, "init_state", lambda stack: None)
-        state = init_state((stack,))
-        self.matmul_state = None if state is None else NextValue(state)
-        self.prepared = nnx.data(None)
-
-    def __call__(self, x: Any) -> Array:
-        # A norm may hand over a tree that only this matmul's technique can read.
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]) if leaf.ndim else leaf, x)
-        more = {"state": self.matmul_state, "weight": self.prepared}
-        more = {key: held.get_value() for key, held in more.items() if held is not None}
-        kernel = self.kernel[...].astype(x.dtype)
-        out = self.dot_general(flat, kernel, (((1,), (0,)), ((), ())), **more)
-        if self.bias is not None:
-            out = out + self.bias[...].astype(x.dtype)[None]
-        return out.reshape(*x.shape[:-1], out.shape[-1])
-
-
-class Norm(nnx.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, size: int, axis: str | None, *, stack: int | None, epsilon: float, norm):
-        lead, axes = ((), ()) if stack is None else ((stack,), ("layers",))
-        self.scale = nnx.Param(jnp.ones((*lead, size)), axes=(*axes, axis))
-        self.epsilon, self.norm = epsilon, norm
-
-    def __call__(self, x: Array, *, residual: Array | None = None, readers: tuple = ()) -> Any:
-        """The normalised `x`; with a residual, the sum of both, normalised too.
-
-        Args:
-          x: any float dtype.
-          residual: added to `x` first.
-          readers: all `Linear`s that read the result.
-        """
-        return self.norm(
-            x, self.scale[...], self.epsilon, residual=residual, state=_shared_state(readers)
-        )
-
-
-def _shared_state(readers: tuple[Linear, ...]) -> Any:
-    """The matmul state of linears with one input, if all have one: that of the first."""
-    states = [reader.matmul_state for reader in readers]
-    known = [state.get_value() for state in states if state is not None]
-    return known[0] if known and len(known) == len(states) else None
-
-
-def rms_norm(
-    x: Array, scale: Array, epsilon: float, *, residual: Array | None = None, state: Any = None
-) -> Any:
-    """The default norm, `pallas_kernels.rms_norm`; it casts for nobody, whatever the state."""
-    return rms_norm_op.rms_norm(x, scale, epsilon, residual=residual)
-
-
-def gated(activation: str) -> Callable[..., Array]:
-    """The default `glu` of a decoder with this activation."""
-    if activation == "silu":
-        return lambda gate, up, state=None: swiglu_op.swiglu(gate, up)
-    return lambda gate, up, state=None: ACTIVATIONS[activation](gate) * up
-
-
-class Between(NamedTuple):
-    """What a layer computes between its matmuls.
-
-    Attributes:
-      norm: `(x, scale, epsilon, *, residual, state) -> y`; with a residual, `x` plus that and
-        `y`. The state is that of the matmuls that read `y`, None unless all have one; they are
-        given `y` as it is.
-      glu: `(gate, up, *, state) -> y`. None: the configured activation of gate, times up.
-    """
-
-    norm: Callable = rms_norm
-    glu: Callable | None = None
-
-
-class Layer(nnx.Module):
-    """Attention, then a gated MLP, each behind a norm and added to the stream.
-
-    `qkv` and `finish` are the halves before and after attention; a decoder with a cache
-    calls them itself.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        window: int | None,
-        *,
-        stack: int,
-        rngs: nnx.Rngs,
-        dot_general: Callable | Mapping[str, Callable],
-        attention: Callable,
-        between: Between,
-    ):
-        c, shapes = config, linear_shapes(config)
-        # Output projections start smaller, so that the stream's variance does not grow
-        # with depth (GPT-2; Radford et al. 2019, section 2.3).
-        out_scale = 1 / math.sqrt(2 * c.layers)
-
-        def linear(name, axes, *, bias=False, scale=1.0):
-            per_layer = isinstance(dot_general, Mapping)
-            return Linear(
-                shapes[name],
-                axes,
-                stack=stack,
-                bias=bias,
-                std=scale / math.sqrt(shapes[name][0]),
-                dot_general=dot_general[name] if per_layer else dot_general,
-                rngs=rngs,
-            )
-
-        def make_norm(size, axis):
-            return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=between.norm)
-
-        self.attention_norm = make_norm(c.width, "embed")
-        self.query = linear("query", ("embed", "heads"), bias=c.qkv_bias)
-        self.key = linear("key", ("embed", "kv_heads"), bias=c.qkv_bias)
-        self.value = linear("value", ("embed", "kv_heads"), bias=c.qkv_bias)
-        self.query_norm = make_norm(c.head_size, None) if c.qk_norm else None
-        self.key_norm = make_norm(c.head_size, None) if c.qk_norm else None
-        self.attention_output = linear("attention_output", ("heads", "embed"), scale=out_scale)
-        self.mlp_norm = make_norm(c.width, "embed")
-        self.gate = linear("gate", ("embed", "mlp"))
-        self.up = linear("up", ("embed", "mlp"))
-        self.down = linear("down", ("mlp", "embed"), scale=out_scale)
-        self.config, self.window, self.attention = c, window, attention
-        self.glu = between.glu or gated(c.activation)
-
-    def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
-        c = self.config
-        y = self.attention_norm(x_BTD, readers=(self.query, self.key, self.value))
-        y = names.tag(y, names.ATTENTION_NORM)
-
-        def heads(projection, name, count):
-            out = names.tag(projection(y), name)
-            return out.reshape(*x_BTD.shape[:2], count, c.head_size)
-
-        q = heads(self.query, names.QUERY, c.heads)
-        k = heads(self.key, names.KEY, c.kv_heads)
-        v = heads(self.value, names.VALUE, c.kv_heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
-
-    def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
-        """Adds what attention found, then the MLP's answer."""
-        context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        found = names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
-        x_BTD, y = self.mlp_norm(found, residual=x_BTD, readers=(self.gate, self.up))
-        y = names.tag(y, names.MLP_NORM)
-        gate = names.tag(self.gate(y), names.MLP_GATE)
-        up = names.tag(self.up(y), names.MLP_UP)
-        y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
-        return x_BTD + names.tag(self.down(y), names.MLP_OUTPUT)
-
-    def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
-        q, k, v = self.qkv(x_BTD, rope)
-        window = None if self.window is None else (self.window - 1, None)
-        mask = attention_op.Mask(
-            causal=True, window=window, q_segments=segments_BT, k_segments=segments_BT
-        )
-        return self.finish(x_BTD, self.attention(q, k, v, mask=mask))
 
 
 class Decoder(nnx.Module):
@@ -271,6 +83,8 @@ class Decoder(nnx.Module):
     Args:
       config: the shape.
       rngs: `nnx.Rngs`; the stream `params` is drawn from.
+      mtp: the heads that predict further ahead; none by default. Parameters of the rest are
+        drawn first, and are the same with and without them.
       dtype: of activations and of each weight as it is used; parameters are float32.
       dot_general: the layers' matmul, with `jax.lax.dot_general`'s signature; or one for each
         name of `linear_shapes`.
@@ -292,6 +106,7 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         rngs: nnx.Rngs,
+        mtp: MtpConfig = MtpConfig(),  # noqa: B008 (immutable)
         dtype: Any = jnp.float32,
         dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
@@ -299,7 +114,7 @@ class Decoder(nnx.Module):
         scan: Callable = jax.lax.scan,
         constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
     ):
-        c = config
+        c, parts = config, {"dot_general": dot_general, "attention": attention, "between": between}
 
         def table():
             normal = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
@@ -313,14 +128,13 @@ class Decoder(nnx.Module):
                 window,
                 stack=c.layers // len(c.windows),
                 rngs=rngs,
-                dot_general=dot_general,
-                attention=attention,
-                between=between,
+                **parts,
             )
             for window in c.windows
         )
         norm = between.norm
         self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
+        self.heads = Heads(c, mtp, rngs=rngs, **parts) if mtp.depth else None
         self.config, self.dtype, self.scan, self.constrain = c, dtype, scan, constrain
 
     @property
@@ -357,6 +171,38 @@ class Decoder(nnx.Module):
         Returns:
           [B, T, D] in the compute dtype.
         """
+        return self._run(tokens_BT, segments_BT, positions_BT)[0]
+
+    def ahead(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        *,
+        segments_BT: Int[Array, "B T"] | None = None,
+        positions_BT: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "N B T D"]:
+        """Hidden states for the next token, and for each one that the heads predict after it.
+
+        Args:
+          tokens_BT, segments_BT, positions_BT: as of a call.
+
+        Returns:
+          [1 + depth, B, T, D] in the compute dtype: of position i, [k] is what the output head
+          reads for token i + 1 + k, with [0] the result of a call. Where a head would need a
+          token of the next document, or past the row, it means nothing.
+        """
+        hidden_BTD, embedded_BTD, rope = self._run(tokens_BT, segments_BT, positions_BT)
+        if self.heads is None:
+            return hidden_BTD[None]
+
+        def run(layer: Layer, x_BTD: Array) -> Array:
+            y_BTD = layer(names.tag(x_BTD, names.LAYER_INPUT), rope, segments_BT)
+            return self.constrain(y_BTD, ("batch", "sequence", None))
+
+        later_NBTD = self.heads(hidden_BTD, embedded_BTD, run, self.scan)
+        return jnp.concatenate([hidden_BTD[None], later_NBTD])
+
+    def _run(self, tokens_BT, segments_BT, positions_BT):
+        """Hidden states, embedded tokens, and the angles of positions."""
         if positions_BT is None:
             row = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
             positions_BT = jnp.broadcast_to(row, tokens_BT.shape)
@@ -368,5 +214,6 @@ class Decoder(nnx.Module):
                 x_BTD = layer(x_BTD, rope, segments_BT)
             return self.constrain(x_BTD, ("batch", "sequence", None)), None
 
-        x_BTD, _ = self.scan(group, self.embed(tokens_BT), self.layers)
-        return self.final_norm(x_BTD)
+        embedded_BTD = self.embed(tokens_BT)
+        x_BTD, _ = self.scan(group, embedded_BTD, self.layers)
+        return self.final_norm(x_BTD), embedded_BTD, rope

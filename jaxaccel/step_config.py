@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxaccel import fp8, fp8_fused, losses, nn, remat, sharding
 from jaxaccel.fp8 import Quantized, Scaling
-from jaxaccel.nn import Between, Decoder, DecoderConfig
+from jaxaccel.nn import Between, Decoder, DecoderConfig, MtpConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.remat import Policy
 from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
@@ -35,6 +37,7 @@ class StepConfig:
     fp8: Literal["off", "current", "delayed", "block"] = "off"
     fp8_layers: str = "*"  # shell patterns of names in `nn.linear_shapes`, comma-separated
     fp8_scaling: Scaling = Scaling()
+    mtp: MtpConfig = MtpConfig()
 
     def __post_init__(self):
         remat.parse(self.remat)
@@ -46,10 +49,11 @@ class StepConfig:
 
 def matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
     """The matmul of each linear layer, by name."""
+    shapes = nn.linear_shapes(model, config.mtp)
     if config.fp8 == "off":
-        return dict.fromkeys(nn.linear_shapes(model), jax.lax.dot_general)
+        return dict.fromkeys(shapes, jax.lax.dot_general)
     dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
-    reasons = fp8.choose(nn.linear_shapes(model), config.fp8_layers)
+    reasons = fp8.choose(shapes, config.fp8_layers)
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 
@@ -68,8 +72,8 @@ def between(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> tuple[Betwe
 
 
 def loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
-    """Cross-entropy of each device's rows and words, summed over the mesh."""
-    loss = functools.partial(losses.linear_cross_entropy, z_loss=z_loss)
+    """`losses.ahead_cross_entropy` of each device's rows and words, summed over the mesh."""
+    loss = functools.partial(losses.ahead_cross_entropy, z_loss=z_loss)
     if mesh.size == 1:
         return loss
     words = "tensor" if mesh.shape["tensor"] > 1 else None
@@ -81,11 +85,29 @@ def loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
 
     rows = sharding.spec(("batch", "sequence"))
     head = sharding.spec(("vocab" if words else None, "embed"))
-    return jax.shard_map(here, mesh=mesh, in_specs=(rows, head, rows), out_specs=PartitionSpec())
+    specs = PartitionSpec(None, *rows), head, rows
+    return jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
 
 
-def fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
-    """The kernels of all FP8 matmuls, cast; by layer of a group and by name."""
+def loss_weights(mtp: MtpConfig, step: Int[Array, ""]) -> Float[Array, "N"]:
+    """Weights of the decoder's mean loss, 1, and of each head's, the scheduled one / depth."""
+    weight = jnp.float32(mtp.weight)
+    for start, then in mtp.changes:
+        weight = jnp.where(step >= start, jnp.float32(then), weight)
+    return jnp.append(jnp.ones(1), jnp.full(mtp.depth, weight / max(mtp.depth, 1)))
+
+
+def linears(decoder: Decoder) -> list[nn.Linear]:
+    """The linear layers of layers and heads, always in the same order."""
+    modules = [*decoder.layers]
+    if (heads := decoder.heads) is not None:
+        modules += [heads.layer, heads.join]
+    members = (value for module in modules if module for value in vars(module).values())
+    return [member for member in members if isinstance(member, nn.Linear)]
+
+
+def fp8_weights(decoder: Decoder) -> list[Quantized | None]:
+    """The kernel of each of the `linears`, cast; None for one that is not in FP8."""
 
     def cast(linear: nn.Linear) -> Quantized | None:
         if not isinstance(dot := linear.dot_general, fp8.DotGeneral):
@@ -93,8 +115,4 @@ def fp8_weights(decoder: Decoder) -> list[dict[str, Quantized]]:
         state = None if linear.matmul_state is None else linear.matmul_state.get_value()
         return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
 
-    found = [
-        {name: cast(getattr(layer, name)) for name in nn.linear_shapes(decoder.config)}
-        for layer in decoder.layers
-    ]
-    return [{name: w for name, w in layer.items() if w is not None} for layer in found]
+    return [cast(linear) for linear in linears(decoder)]

@@ -53,6 +53,7 @@ class StepMetrics(NamedTuple):
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
     fp8_skipped: Float[Array, ""]  # non-finite magnitudes that delayed scaling left out, in all
+    mtp_losses: Float[Array, "depth"]  # mean nll of each head's counted tokens, nats
 
 
 class TrainStep(NamedTuple):
@@ -149,6 +150,7 @@ def make_train_step(
     plain = functools.partial(
         Decoder,
         model,
+        mtp=config.mtp,
         dtype=dtype,
         # 2. The model's arguments: the loop over layers decides what is recomputed, activations
         #    are placed on the mesh, each device attends with its own heads and norms its own
@@ -190,33 +192,34 @@ def make_train_step(
             fp8=nnx.to_pure_dict(matmul_state),
         )
 
-    # 3. The loss, a sum over tokens: dividing by a count is left to whoever knows the
-    #    count of the whole batch.
+    # 3. The loss, a sum over tokens for each prediction: the next token's, and those of the
+    #    heads that predict further ahead. Dividing by a count is left to whoever knows the count
+    #    of the whole batch.
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     cross_entropy = step_config.loss_on_shards(config.z_loss, mesh)
+    inputs = lambda batch: {f"{key}_BT": batch[key] for key in ("segments", "positions")}
+    labels = lambda batch: losses.ahead_labels(batch["labels"], batch["segments"], config.mtp.depth)
 
     def loss_sums(decoder: Decoder, batch: Batch) -> losses.LossSums:
-        hidden = decoder(
-            batch["tokens"], segments_BT=batch["segments"], positions_BT=batch["positions"]
-        )
-        return cross_entropy(hidden, decoder.head_VD, batch["labels"])
+        hidden = decoder.ahead(batch["tokens"], **inputs(batch))
+        return cross_entropy(hidden, decoder.head_VD, labels(batch))
 
-    # 4. Gradients over micro-batches. Each is divided by the token count of the whole batch,
+    # 4. Gradients over micro-batches. Each is divided by the token counts of the whole batch,
     #    so their sum is the large batch's gradient, ragged or not. Weights are cast to FP8 once
     #    for all of them; FP8 state, whose gradient is its next value, merges by maximum.
-    def gradients(build, state: TrainState, batch: Batch, count: Array):
+    def gradients(build, state: TrainState, batch: Batch, counts: Array):
         graphdef = split(build)[0]
+        loss_weights = step_config.loss_weights(config.mtp, state.step) / counts
         weights = []
         if config.micro_batches > 1:
             weights = step_config.fp8_weights(nnx.merge(graphdef, state.params, state.fp8))
 
         def objective(params, fp8_state, part: Batch):
             decoder = nnx.merge(graphdef, params, fp8_state)
-            for layer, prepared in zip(decoder.layers, weights):
-                for name, weight in prepared.items():
-                    getattr(layer, name).prepared = nn.Prepared(weight)
+            for linear, weight in zip(step_config.linears(decoder), weights):
+                linear.prepared = None if weight is None else nn.Prepared(weight)
             sums = loss_sums(decoder, part)
-            return sums.objective * (state.loss_scale.scale / count), sums.nll
+            return (sums.objective * loss_weights).sum() * state.loss_scale.scale, sums.nll
 
         def gradient(part: Batch):
             with_value = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -233,7 +236,7 @@ def make_train_step(
         sums, fp8_next = accumulate.accumulate(gradient, batch, config.micro_batches, combine)
         return sums, fp8.settle(state.fp8, fp8_next)
 
-    def count_tokens(batch: Batch) -> tuple[Array, Array]:
+    def count_tokens(batch: Batch) -> tuple[Array, Array]:  # int32 [], and float32 [N]
         unit = shards * config.micro_batches
         if batch["tokens"].shape[0] % unit:
             raise ValueError(
@@ -241,23 +244,24 @@ def make_train_step(
                 f"{shards} devices x {config.micro_batches} micro-batches; "
                 f"legal are multiples of {unit}"
             )
-        tokens = jnp.sum(batch["labels"] != losses.IGNORED, dtype=jnp.int32)
-        return tokens, jnp.maximum(tokens, 1).astype(jnp.float32)
+        tokens = jnp.sum(labels(batch) != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
+        return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:
         _, fp8_state = gradients(build_cold, state, batch, count_tokens(batch)[1])
         return dataclasses.replace(state, fp8=fp8_state)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        tokens, count = count_tokens(batch)
-        (nll, grads), fp8_state = gradients(build, state, batch, count)
+        tokens, counts = count_tokens(batch)
+        (nll, grads), fp8_state = gradients(build, state, batch, counts)
+        mean = nll / counts
         scale = state.loss_scale.scale
 
         # 5. Once a batch: check, unscale in float32 and clip. The norm is finite only if every
         #    gradient is: one reduction serves as check, metric and clip. The scale is a power
         #    of two, so that it can be divided out of the norm and of the clipping factor.
         norm = optax.tree.norm(grads) / scale
-        finite = jnp.isfinite(norm) & jnp.isfinite(nll)
+        finite = jnp.isfinite(norm) & jnp.isfinite(nll).all()
         factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(norm, 1e-12)) / scale
         grads = jax.tree.map(lambda g: g * factor, grads)
 
@@ -287,10 +291,14 @@ def make_train_step(
             fp8=fp8_state,
         )
         fp8_skipped = fp8.skipped(fp8_state)
-        return new, StepMetrics(nll / count, norm, tokens, scale, skipped, in_row, fp8_skipped)
+        figures = (norm, tokens, scale, skipped, in_row, fp8_skipped)
+        return new, StepMetrics(mean[0], *figures, mean[1:])
 
     def evaluate(params, batch: Batch) -> losses.LossSums:
-        return loss_sums(nnx.merge(graphdef, params), batch)
+        decoder = nnx.merge(graphdef, params)
+        hidden = decoder(batch["tokens"], **inputs(batch))[None]
+        sums = cross_entropy(hidden, decoder.head_VD, batch["labels"][..., None])
+        return jax.tree.map(lambda x: x[0], sums)
 
     # 7. The sharding of the state: moments lie like their parameters, scalars everywhere.
     shapes = jax.eval_shape(init, jax.random.key(0))
