@@ -26,6 +26,7 @@ from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
 from jaxaccel import optim, precision, sharding
 from jaxaccel.budget import GIB
+from jaxaccel.decode import Sampling
 from jaxaccel.fp8 import is_cold
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token, parameter_count
@@ -280,8 +281,7 @@ def train(name: str, config: TrainConfig) -> int:
         tokenizer,
         config.sample_prompt,
         max_new_tokens=max(0, min(256, room)),
-        temperature=0.8,
-        seed=config.seed,
+        sampling=Sampling(temperature=0.8, seed=config.seed),
     )
     (folder / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\nA sample, continuing {config.sample_prompt!r}:\n\n{sample}\n")

@@ -15,13 +15,15 @@ from flax import nnx
 
 from experiments import cli, data, eval, generate
 from experiments import tokenizer as tokenizer_module
+from experiments.bench import decode as bench
 from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
 from experiments.data import DataConfig
 from experiments.errors import UserError
 from experiments.run import load_run, write_config
 from jaxaccel import decode
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.nn import Decoder, DecoderConfig, MtpConfig
+from jaxaccel.sampling import Sampling
 
 MODEL = DecoderConfig(
     vocab_size=260, layers=2, width=16, heads=2, kv_heads=1, head_size=8, mlp_width=24
@@ -68,10 +70,10 @@ def call(program, *args):
 
 
 def test_text_is_that_of_the_tokens(decoder):
-    options = {"max_new_tokens": 30, "temperature": 1.5, "seed": 4}
+    options = {"max_new_tokens": 30, "sampling": Sampling(1.5, seed=4)}
     ids = generate.prompt_ids(BYTES, "é")
     assert ids == [256, *"é".encode()]
-    pieces = list(generate.stream_text(decoder, BYTES, ids, **options))
+    pieces = list(generate.text_of(BYTES, generate.bursts_of(decoder, BYTES, ids, **options)))
     tokens = list(decode.generate(decoder, ids, stop=(257,), **options))
     assert (
         "".join(pieces) == BYTES.decode(tokens) == generate.complete(decoder, BYTES, "é", **options)
@@ -79,24 +81,25 @@ def test_text_is_that_of_the_tokens(decoder):
     assert len(pieces) > 5
 
 
-def test_a_character_is_held_back_until_it_is_whole(decoder, monkeypatch):
-    given = iter("a…\N{SNOWMAN}".encode() + b"\xe2")
-    monkeypatch.setattr(decode, "generate", lambda *_, **__: given)
-    pieces = generate.stream_text(decoder, BYTES, [256], max_new_tokens=9)
+def burst(*tokens):
+    return decode.Burst([list(tokens)], 1, np.zeros(0, int), np.zeros(0, int))
+
+
+def test_a_character_is_held_back_until_it_is_whole():
+    given = "a…\N{SNOWMAN}".encode() + b"\xe2"
+    pieces = generate.text_of(BYTES, [burst(*given[:3]), burst(*given[3:])])
     assert list(pieces) == ["a", "…", "\N{SNOWMAN}", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_text_comes_while_tokens_are_made(decoder, monkeypatch):
+def test_text_comes_while_tokens_are_made():
     made = []
 
-    def slow(*_, **__):
+    def slow():
         for token in b"abc":
             made.append(token)
-            yield token
+            yield burst(token)
 
-    monkeypatch.setattr(decode, "generate", slow)
-    pieces = generate.stream_text(decoder, BYTES, [256], max_new_tokens=3)
-    assert next(pieces) == "a" and made == [ord("a")]
+    assert next(generate.text_of(BYTES, slow())) == "a" and made == [ord("a")]
 
 
 def test_empty_prompt_needs_a_token_to_begin_with():
@@ -113,9 +116,52 @@ def test_program_streams_prompt_and_text(folder, capsys):
     first = capsys.readouterr()
     assert first.out.startswith("12 sq") and first.out.endswith("\n") and not first.err
     expected = generate.complete(
-        load_run(folder).decoder(), BYTES, "12 sq", max_new_tokens=8, temperature=0.8, seed=3
+        load_run(folder).decoder(), BYTES, "12 sq", max_new_tokens=8, sampling=Sampling(0.8, seed=3)
     )
     assert first.out == f"12 sq{expected}\n"
+
+
+@pytest.fixture(scope="module")
+def with_heads(tmp_path_factory, folder):
+    """The same run, trained with two heads."""
+    path = tmp_path_factory.mktemp("heads")
+    config = dataclasses.replace(load_run(folder).config, mtp=MtpConfig(2))
+    write_config(path, config, BYTES)
+    model = Decoder(MODEL, mtp=config.mtp, rngs=nnx.Rngs(0))
+    with Checkpoints(path / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": nnx.to_pure_dict(nnx.state(model))}, {})
+    return path
+
+
+def test_speculation_prints_the_same_text_and_what_it_brought(with_heads, capsys):
+    args = ("--run", with_heads, "--prompt", "12 sq", "--max-new-tokens", 20, "--temperature", 0)
+    assert call(generate, *args) == 0
+    plain = capsys.readouterr()
+    assert call(generate, *args, "--speculative") == 0
+    made = capsys.readouterr()
+    assert made.out == plain.out and not plain.err
+    assert re.fullmatch(
+        r"speculative: [\d,.]+ tokens/s, \d\.\d\d tokens a pass, drafts accepted by place: "
+        r"\d+%, \d+%\nplain: +[\d,.]+ tokens/s, 1\.00 tokens a pass; speculation is "
+        r"\d+\.\d\d times as fast \(measured, the prompt included\)\n",
+        made.err,
+    )
+    for gamma, message in ((3, "gamma is 3; legal are 0 to 2"), (0, "--gamma is 0; it must be")):
+        assert call(generate, *args, "--speculative", "--gamma", gamma) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_bench_of_decoding(with_heads, capsys):
+    options = {"prompts": 2, "prompt_tokens": 5, "gamma": 1, "json": True}
+    bench.main(bench.DecodeConfig(run=with_heads, **options))
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["identical"] is True and figures["gamma"] == 1 and figures["prompts"] == 2
+    assert 1 <= figures["tokens_per_pass"] <= 2 and 0 <= figures["acceptance"][0] <= 1
+    for key in ("speedup", "tokens_per_second_plain", "tokens_per_second_speculative"):
+        assert figures[key] > 0
+    assert figures["plain_over_bare"] > 0
+    with pytest.raises(UserError, match=r"--prompt-tokens is 40.*at most 39"):
+        bench.main(bench.DecodeConfig(run=with_heads, **options | {"prompt_tokens": 40}))
 
 
 def test_a_reader_that_has_enough(folder, monkeypatch):
@@ -142,6 +188,9 @@ def test_program_says_that_the_context_is_short(folder, capsys):
         (("--top-p", "0"), "top_p is 0.0; it must lie above 0"),
         (("--top-p", "1.01"), "top_p is 1.01"),
         (("--seed", "-3"), "seed is -3"),
+        (("--top-k", "-2"), "top_k is -2"),
+        (("--gamma", "2"), "--gamma is for --speculative: pass both"),
+        (("--speculative",), r"was trained without heads that could draft: train with --mtp.depth"),
     ],
 )
 def test_generate_refuses_in_one_line(folder, capsys, args, message):

@@ -1,0 +1,171 @@
+"""Speculative against plain decoding: `python -m experiments.bench.decode --run DIR [--json]`.
+
+    python -m experiments.train --run-dir runs/mtp --mtp.depth 1
+    python -m experiments.bench.decode --run runs/mtp --json
+
+Continues held-out prompts of the run's own text, one at a time (batch 1), in one process and in
+alternation: plainly, and with the run's heads drafting. Both are compiled beforehand; the clock
+counts reading the prompt. Prints medians over the prompts, and whether every text was the same.
+`plain_over_bare` compares plain decoding with what it cannot be faster than: one token after
+another through the compiled model and its head, nothing drawn and nothing read back. All of it is
+*measured*, on the device at hand.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import cli, data
+from experiments.errors import UserError, user_errors
+from experiments.generate import Tally, drafts_of
+from experiments.run import Run, load_run
+from jaxaccel import decode, precision
+from jaxaccel.decode import Sampling
+from jaxaccel.nn import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Measure speculative against plain decoding."""
+
+    run: Path
+    """Folder of a run that was trained with heads."""
+    gamma: int | None = None
+    """Tokens drafted for each pass; without: the fastest of 1 to 4 on the first prompts."""
+    prompts: int = 12
+    """Held-out texts."""
+    prompt_tokens: int = 32
+    """Tokens of each that are the prompt; the model writes on to its context."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_p: float = 1.0
+    seed: int = 0
+    json: bool = False
+    """Print one JSON object."""
+
+
+def held_out(run: Run, count: int, length: int) -> list[np.ndarray]:
+    """Beginnings of rows of the validation split that lie in one document, evenly spread.
+
+    Raises:
+      UserError: there are too few.
+    """
+    corpus = data.load_corpus(run.config.data, run.tokenizer)
+    rows = []
+    for batch in data.validation_batches(corpus, batch=16, sequence=run.config.sequence):
+        whole = (batch["segments"][:, :length] == 1).all(axis=1)
+        rows += list(batch["tokens"][whole, :length])
+    if len(rows) < count:
+        raise UserError(f"the held-out text has {len(rows)} whole rows; {count} are asked for")
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def bare_seconds(decoder: Decoder, tokens: int) -> float:
+    """Time of `tokens` one-token passes, one after the other."""
+    leaves, treedef = jax.tree.flatten(decoder)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def one(leaves, cache, token_11):
+        decoder = jax.tree.unflatten(treedef, leaves)
+        hidden_BTD, cache = decode.forward(decoder, token_11, cache)
+        return jnp.argmax(decode.logits(decoder, hidden_BTD), -1).astype(jnp.int32), cache
+
+    cache = decode.init_cache(decoder.config, 1, decode.ROOM, decoder.dtype)
+    token, cache = one(leaves, cache, jnp.zeros((1, 1), jnp.int32))
+    jax.block_until_ready(token)
+    start = time.perf_counter()
+    for _ in range(tokens):
+        token, cache = one(leaves, cache, token)
+    jax.block_until_ready(token)
+    return time.perf_counter() - start
+
+
+def measure(run: Run, config: DecodeConfig) -> dict[str, Any]:
+    """The benchmark's figures, by the names it prints."""
+    decoder = run.decoder(dtype=precision.COMPUTE_DTYPES[run.config.precision])
+    if not 0 < config.prompt_tokens < run.config.sequence:
+        raise UserError(
+            f"--prompt-tokens is {config.prompt_tokens}; the model's context is "
+            f"{run.config.sequence}: at most {run.config.sequence - 1}"
+        )
+    new = run.config.sequence - config.prompt_tokens
+    with user_errors():
+        sampling = Sampling(config.temperature, top_p=config.top_p, seed=config.seed)
+    prompts = held_out(run, config.prompts, config.prompt_tokens)
+
+    def timed(ids: np.ndarray, gamma: int) -> tuple[list[int], Tally]:
+        made = Tally()
+        with user_errors():
+            bursts = decode.stream(
+                decoder, [ids], max_new_tokens=new, sampling=sampling, gamma=gamma
+            )
+        return [token for burst in made.watch(bursts) for token in burst.tokens[0]], made
+
+    gamma = drafts_of(run, config.gamma)
+    if config.gamma is None:
+        legal = range(1, 5 if run.config.mtp.depth == 1 else run.config.mtp.depth + 1)
+        if run.config.mtp.kind == "parallel":
+            legal = range(1, run.config.mtp.depth + 1)
+        speeds = {}
+        for candidate in legal:
+            timed(prompts[0], candidate)  # compiles
+            tried = [timed(ids, candidate)[1].tokens_per_second for ids in prompts[:3]]
+            speeds[candidate] = statistics.median(tried)
+        gamma = max(speeds, key=lambda candidate: speeds[candidate])
+    for drafts in (0, gamma):
+        timed(prompts[0], drafts)
+    bare_seconds(decoder, 2)
+
+    identical, plains, speculations, bares = True, [], [], []
+    for ids in prompts:
+        text, plain = timed(ids, 0)
+        bares.append(plain.seconds / plain.tokens / (bare_seconds(decoder, new) / new))
+        other, made = timed(ids, gamma)
+        identical &= text == other
+        plains.append(plain)
+        speculations.append(made)
+    middle = lambda values: statistics.median(list(values))
+    return {
+        "identical": identical,
+        "speedup": middle(p.seconds / s.seconds for p, s in zip(plains, speculations)),
+        "acceptance": np.divide(
+            sum(s.accepted for s in speculations), sum(s.drafted for s in speculations)
+        ).tolist(),
+        "tokens_per_second_plain": middle(p.tokens_per_second for p in plains),
+        "tokens_per_second_speculative": middle(s.tokens_per_second for s in speculations),
+        "tokens_per_pass": middle(s.tokens_per_pass for s in speculations),
+        "gamma": gamma,
+        "plain_over_bare": middle(bares),
+        "prompts": len(prompts),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def main(config: DecodeConfig) -> None:
+    """Prints the figures."""
+    figures = measure(load_run(config.run), config)
+    if config.json:
+        print(json.dumps(figures))
+        return
+    places = ", ".join(f"{share:.0%}" for share in figures["acceptance"])
+    same = "the same texts" if figures["identical"] else "texts that differ"
+    print(
+        f"{figures['prompts']} held-out prompts on {figures['device']}, {same} (measured):\n"
+        f"plain       {figures['tokens_per_second_plain']:,.0f} tokens/s, "
+        f"{figures['plain_over_bare']:.2f} times a bare one-token pass\n"
+        f"speculative {figures['tokens_per_second_speculative']:,.0f} tokens/s with gamma "
+        f"{figures['gamma']}: {figures['speedup']:.2f} times as fast, "
+        f"{figures['tokens_per_pass']:.2f} tokens a pass, drafts accepted by place: {places}"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, DecodeConfig)
