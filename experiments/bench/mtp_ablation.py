@@ -8,17 +8,16 @@ in the same order, for each of three seeds. What is compared is the decoder's ow
 over held-out text, the heads left out: what a user who throws them away would have.
 
 Two trainings that differ in one bit drift apart, so a gap has noise. `none, 2 micro-batches` shows
-it: sums in another order, which is rounding and nothing else.
+it: sums in another order, which is rounding and nothing else. A sequential head's own loss may
+lie below the decoder's: it has read the same text, and has a layer more.
 
-Agreement is what speculative decoding lives on: how often the head's likeliest token for a place
-is the one that the decoder itself finds likeliest once it is there, over held-out text. Decoding
-differs from it in two ways: what comes before is then the model's own text, and a sequential head
-reads drafts where it here reads the text.
+Agreement is what speculative decoding lives on: how often a head's likeliest token for a place is
+the one that the decoder finds likeliest once it is there, over held-out text. In decoding the
+text before is the model's own, and a sequential head reads drafts where it here reads the text.
 
-The cost is of one training step, for 1, 2 and 4 heads of each kind: FLOP of the model's maths
-(*modelled*), matmuls in the compiled program and how often they run (*compiled* for this
-machine's CPU, what is in a loop counted by its trips), and time relative to the step without
-heads, all taking turns in one process (*measured*, on this machine's CPU).
+The cost is of one training step, for 1, 2 and 4 heads of each kind: FLOP of the maths (*modelled*),
+matmuls in the program and how often they run, loops by their trips (*compiled* for this machine's
+CPU), and time relative to the step without heads, taking turns (*measured*, on this CPU).
 
 Prints tables, or with `--json` one object a training or cost and line. With `--record FILE`
 each is written there as soon as it is done, and what FILE already has is not done again.
@@ -249,7 +248,8 @@ def cost_table(rows: list[dict[str, Any]]) -> list[str]:
     for r in rows:
         lines.append(
             f"{r['cost']:<13} {r['parameters']:>10,} {r['step_flops'] / 1e9:>16.2f} "
-            f"{r['matmuls']:>18} {r['matmul_runs']:>9} {r['step_ms']:>13.1f} {r['times_none']:>7.2f}"
+            f"{r['matmuls']:>18} {r['matmul_runs']:>9} {r['step_ms']:>13.1f} "
+            f"{r['times_none']:>7.2f}"
         )
     return lines
 
