@@ -78,7 +78,7 @@ class Options:
     """Train nothing: only what a step costs."""
     record: str = ""
     """Append each result to this file of JSON lines; what is there is not done again."""
-    rounds: int = 9
+    rounds: int = 21
     """Turns of each step that is timed; the medians are taken over them."""
 
 
