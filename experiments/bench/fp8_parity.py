@@ -35,11 +35,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments import allocator, cli, data, metrics, tokenizer
+from experiments.bench import parity
+from experiments.bench.parity import LAST
 from experiments.errors import UserError
 from experiments.eval import mean_loss
 from experiments.plan_plot import check_picture
-from jaxaccel import hlo, optim, sharding
-from jaxaccel.nn import DecoderConfig, parameter_count
+from jaxaccel import hlo, optim
+from jaxaccel.nn import DecoderConfig
 from jaxaccel.train_step import StepConfig, make_train_step
 
 MODEL = DecoderConfig(
@@ -61,7 +63,6 @@ TRAININGS = {  # step and seed; what the others are compared with comes first
 }
 REFERENCE = next(iter(TRAININGS))
 BAR = 0.25  # per cent, of the validation loss of a recipe: arXiv:2412.19437, section 3.3
-LAST = 100  # steps whose training losses are averaged
 PIECES = 40  # the training's curve has so many points
 PROFILED = 3  # steps, of which the share of the matmuls is taken
 
@@ -109,8 +110,7 @@ def matmul_share(program: jax.stages.Compiled, step: Callable[[], Any]) -> float
 
 def train(config: StepConfig, seed: int, corpus: data.Corpus, steps: int) -> dict[str, Any]:
     """One training from its first parameters to its losses."""
-    mesh = sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices("cpu")[:1])
-    made = make_train_step(MODEL, optim.adamw(OPTIMIZER, steps), config, mesh)
+    made = make_train_step(MODEL, optim.adamw(OPTIMIZER, steps), config, parity.cpu_mesh())
     batches = data.train_iterator(corpus, batch=BATCH, sequence=SEQUENCE, seed=seed)
     state, batch = made.init(jax.random.key(seed)), made.place(next(batches))
     if config.fp8 == "delayed":
@@ -177,12 +177,8 @@ def measure(steps: int) -> Iterator[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The results for people: losses, gaps and the bar they are held to."""
-    first = rows[0]
-    m = first["model"]
     lines = [
-        f"{m['layers']} layers, width {m['width']}, {parameter_count(MODEL):,} parameters; "
-        f"{first['steps']} steps of {first['batch']} x {first['sequence']} tokens; "
-        f"validation on {first['validation_tokens']:,} tokens, in nats a token",
+        parity.heading(rows[0], MODEL),
         "training         validation      gap   last steps      gap  seconds  matmuls",
     ]
     for r in rows:
@@ -198,8 +194,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"{r['training']}: {gap:+.3f} %, {verdict} the bar of {BAR} %")
     if skipped := [r["training"] for r in rows if r["skipped_steps"]]:
         lines.append(f"steps with non-finite gradients were skipped in: {', '.join(skipped)}")
-    versions = first["environment"]["versions"]
-    lines.append(", ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib", "optax")))
+    lines.append(parity.versions(rows[0]))
     return "\n".join(lines)
 
 

@@ -16,17 +16,14 @@ Prints a table, or with `--json` one object a training and line, as soon as it i
 import dataclasses
 import json
 import statistics
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
-from experiments import allocator, cli, data, metrics, tokenizer
+from experiments import allocator, cli, data, tokenizer
+from experiments.bench import parity
+from experiments.bench.parity import Setting
 from experiments.errors import UserError
-from experiments.eval import mean_loss
-from jaxaccel import optim, sharding
+from jaxaccel import optim
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import DecoderConfig, parameter_count
 from jaxaccel.train_step import StepConfig, make_train_step
@@ -45,7 +42,6 @@ TRAININGS: dict[
 }
 SEEDS = (0, 1, 2)
 BAR = 0.5  # per cent of the validation loss
-LAST = 100  # steps whose training losses are averaged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,27 +54,14 @@ class Options:
     """One JSON object a training and line, and nothing else on standard output."""
 
 
-def train(training: str, seed: int, corpus: data.Corpus, steps: int) -> dict[str, Any]:
+def train(training: str, seed: int, corpus: data.Corpus, setting: Setting) -> dict[str, Any]:
     """One training from its first parameters to its losses."""
-    mesh = sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices("cpu")[:1])
     name, parts = TRAININGS[training]
-    optimizer = optim.make(dataclasses.replace(OPTIMIZER, name=name), steps)
-    made = make_train_step(MODEL, optimizer, StepConfig(remat="none", micro_batches=parts), mesh)
-    batches = data.train_iterator(corpus, batch=BATCH, sequence=SEQUENCE, seed=seed)
-    state, losses = made.init(jax.random.key(seed)), []
-    start = time.perf_counter()
-    for _ in range(steps):
-        state, figures = made.step(state, made.place(next(batches)))
-        losses.append(float(figures.loss))
-    seconds = time.perf_counter() - start
-    held_out = data.validation_batches(corpus, batch=BATCH, sequence=SEQUENCE, limit=VALIDATION)
-    validation, tokens = mean_loss(made, state.params, held_out)
+    optimizer = optim.make(dataclasses.replace(OPTIMIZER, name=name), setting.steps)
+    config = StepConfig(remat="none", micro_batches=parts)
+    made = make_train_step(MODEL, optimizer, config, parity.cpu_mesh())
     return {
-        "validation_loss": validation,
-        "validation_tokens": tokens,
-        "training_loss": statistics.mean(losses[-LAST:]),
-        "seconds": seconds,
-        "skipped_steps": int(state.skipped),
+        **parity.train(made, seed, corpus, setting).figures,
         "state_bytes_per_parameter": sharded_bytes(made.abstract_state.opt_state)
         / parameter_count(MODEL),
     }
@@ -87,11 +70,12 @@ def train(training: str, seed: int, corpus: data.Corpus, steps: int) -> dict[str
 def measure(steps: int) -> Iterator[dict[str, Any]]:
     """The trainings, as `--json` prints them."""
     corpus = data.load_corpus(data.DataConfig(), tokenizer.load("bytes"))
+    setting = Setting(MODEL, steps, BATCH, SEQUENCE, VALIDATION)
     for seed in SEEDS:
         reference = {}
         for name in TRAININGS:
-            print(f"{name}, seed {seed}: {steps} steps", file=sys.stderr)
-            found = train(name, seed, corpus, steps)
+            parity.progress(name, seed, steps)
+            found = train(name, seed, corpus, setting)
             reference = reference or found
             gap = 100 * (found["validation_loss"] / reference["validation_loss"] - 1)
             yield {
@@ -99,22 +83,15 @@ def measure(steps: int) -> Iterator[dict[str, Any]]:
                 "seed": seed,
                 "validation_gap_percent": gap,
                 **found,
-                "steps": steps,
-                "batch": BATCH,
-                "sequence": SEQUENCE,
-                "model": dataclasses.asdict(MODEL),
                 "numbers": dataclasses.asdict(OPTIMIZER),
-                "environment": metrics.environment(),
+                **parity.setting_keys(setting),
             }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The results for people: losses, gaps and the bar they are held to."""
-    first, m = rows[0], rows[0]["model"]
     lines = [
-        f"{m['layers']} layers, width {m['width']}, {parameter_count(MODEL):,} parameters; "
-        f"{first['steps']} steps of {first['batch']} x {first['sequence']} tokens; "
-        f"validation on {first['validation_tokens']:,} tokens, in nats a token",
+        parity.heading(rows[0], MODEL),
         "training                seed  validation       gap  last steps  state, B/parameter",
     ]
     for r in rows:
@@ -131,8 +108,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{name}: mean gap {mean:+.3f} %, {'within' if abs(mean) <= BAR else 'BEYOND'} the bar "
             f"of {BAR} %; {'BEYOND it: ' + ', '.join(beyond) if beyond else 'so is each seed'}"
         )
-    versions = first["environment"]["versions"]
-    lines.append(", ".join(f"{name} {versions[name]}" for name in ("jax", "jaxlib", "optax")))
+    lines.append(parity.versions(rows[0]))
     return "\n".join(lines)
 
 
