@@ -156,7 +156,7 @@ def prefill(treedef, leaves, state: State, plan: Plan) -> State:
     x_BTD, held = hidden_BTD, state.heads
     for k in range(min(heads.mtp.depth, plan.gamma)):
         next_BT = _at(state.tokens, start_B + k + 1, PREFILL)
-        y_BTD, held = _head(decoder, heads, k, x_BTD, next_BT, held, start_B)
+        y_BTD, held = _head(decoder, _nth(heads, k), k, x_BTD, next_BT, held, start_B)
         x_BTD = y_BTD if heads.join else hidden_BTD
     return dataclasses.replace(state, heads=held)
 
@@ -235,38 +235,55 @@ def _draft(decoder: Decoder, heads: Heads, state: State, plan: Plan, drawing: Dr
     """Drafts the tokens at known, known + 1, ... by the heads."""
     rows_B = jnp.arange(len(state.known), dtype=jnp.int32)
     start_B = state.known - 1 - plan.window  # of the window, which ends at known - 2
-    x_BWD, tokens, held, guesses = state.recent, state.tokens, state.heads, []
-    for k in range(plan.gamma):
-        head, ahead = k, k + 1
-        if k and heads.mtp.depth == 1:
-            # The one head again, a position on: its own state in place of the decoder's.
-            head, ahead = 0, 1
-            x_BWD, start_B = x_BWD[:, -1:], state.known - 2 + k
-        next_BW = _at(tokens, start_B + ahead, x_BWD.shape[1])
-        y_BWD, held = _head(decoder, heads, head, x_BWD, next_BW, held, start_B)
-        logits_BV, position_B = logits(decoder, y_BWD[:, -1]), state.known + k
+    again = heads.mtp.depth == 1
+
+    def one(x_BTD, tokens, held, head, k, start_B, ahead):
+        """Draft k, from the last of the positions from `start` on; and those positions' states."""
+        next_BT = _at(tokens, start_B + ahead, x_BTD.shape[1])
+        stack = 0 if again else k
+        y_BTD, held = _head(decoder, head, stack, x_BTD, next_BT, held, start_B)
+        logits_BV, position_B = logits(decoder, y_BTD[:, -1]), state.known + k
         if plan.rule == "match":  # the noise with which the decoder will draw this token
-            drafted_B = sampling.sample(logits_BV, rows_B, position_B, drawing)
+            drafted_B, guess_BV = sampling.sample(logits_BV, rows_B, position_B, drawing), None
         else:  # noise of its own: the rule takes drafts to be independent of its draws
             guess_BV = sampling.filtered(logits_BV, drawing)
-            guesses.append(jax.nn.softmax(guess_BV))
             keys_B = sampling.noise_keys(drawing.key, rows_B, position_B)
             keys_B = jax.vmap(lambda key: jax.random.fold_in(key, 2))(keys_B)
             noisy_BV = guess_BV + sampling.gumbel(keys_B, guess_BV.shape[-1])
             drafted_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
+            guess_BV = jax.nn.softmax(guess_BV)
         tokens = _put(tokens, position_B[:, None], drafted_B[:, None], True)
-        x_BWD = y_BWD if heads.join else x_BWD
-    guesses = jnp.stack(guesses, axis=1) if guesses else state.guesses
+        return (y_BTD if heads.join else x_BTD, tokens, held), guess_BV
+
+    carry, drafts = (state.recent, state.tokens, state.heads), jnp.arange(plan.gamma)
+    if again:  # the one head from its own states, in the decoder's place, a position on each time
+        head = _nth(heads, 0)
+        (x_BWD, *carry), first = one(*carry, head, 0, start_B, 1)
+        step = lambda carry, k: one(*carry, head, k, state.known - 2 + k, 1)
+        (_, tokens, held), rest = jax.lax.scan(step, (x_BWD[:, -1:], *carry), drafts[1:])
+        join = lambda one, more: jnp.concatenate([one[None], more])
+        guesses = jax.tree.map(join, first, rest)
+    else:
+        used = jax.tree.map(lambda leaf: leaf[: plan.gamma], heads)
+        step = lambda carry, xs: one(*carry, *xs, start_B, xs[1] + 1)
+        (_, tokens, held), guesses = jax.lax.scan(step, carry, (used, drafts))
+    guesses = None if guesses is None else jnp.moveaxis(guesses, 0, 1)
     return dataclasses.replace(state, tokens=tokens, heads=held, guesses=guesses)
 
 
-def _head(decoder: Decoder, heads: Heads, k: int, x_BTD, next_BT, held, start_B):
-    """Hidden states of head k at positions from `start_B` on; keys and values with them."""
-    head = jax.tree.map(lambda leaf: leaf[k], heads)
+def _nth(heads: Heads, k: int) -> Heads:
+    return jax.tree.map(lambda leaf: leaf[k], heads)
+
+
+def _head(decoder: Decoder, head: Heads, stack, x_BTD, next_BT, held, start_B):
+    """Hidden states of one head at positions from `start_B` on; keys and values with them.
+
+    Its parameters are not stacked; `stack` says where it stands in `held`.
+    """
     if head.join is not None:
         x_BTD = head.join(x_BTD, decoder.embed(jnp.maximum(next_BT, 0)))
     at = place(decoder, start_B, x_BTD.shape[1])
-    y_BTD, held = attend(head.layer, x_BTD, held, k, at)
+    y_BTD, held = attend(head.layer, x_BTD, held, stack, at)
     return head.norm(y_BTD), held
 
 
