@@ -72,6 +72,7 @@ class Compiled:
             CostModel(self.on),
             config=name,
             model_flops=flops_per_token(config.model, config.sequence, config.mtp) * tokens,
+            mtp=plan.mtp_shares(config.model, config.sequence, config.mtp),
         )
 
 
@@ -182,6 +183,11 @@ def table(report: Report, analysis: Analysis) -> str:
         "  matmuls: " + ", ".join(f"{k} {v:,.0f}" for k, v in r.matmuls.items() if v),
         f"  recomputed: {r.recompute_flops_fraction:.1%} of matmul FLOP beyond the others",
     ]
+    if r.mtp_flops_share:
+        lines.append(
+            f"  multi-token prediction: {r.mtp_parameters_share:+.1%} parameters, "
+            f"{r.mtp_flops_share:+.1%} model FLOP, of the decoder's without the heads"
+        )
     for c in r.collectives:
         lines.append(
             f"  {c.kind}: {c.count:,.0f}, {c.bytes / GIB:.2f} GiB, "

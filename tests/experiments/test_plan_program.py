@@ -6,14 +6,17 @@ import sys
 
 import pytest
 
+from experiments.configs import load
+from experiments.plan import main
 from experiments.plan_plot import shares
-from jaxaccel.nn import parameter_count
+from jaxaccel.nn import MtpConfig, parameter_count
+from jaxaccel.plan import mtp_shares
 from jaxaccel.timeline import Segment
 
 KEYS = (
     "target config peak_gib parameters_gib optimizer_gib gradients_gib activations_gib "
     "temporaries_gib dominant advice matmuls collectives exposed_fraction modelled_step_ms "
-    "modelled_mfu flops_per_step recompute_flops_fraction"
+    "modelled_mfu flops_per_step recompute_flops_fraction mtp_parameters_share mtp_flops_share"
 ).split()
 
 pytestmark = pytest.mark.target
@@ -26,8 +29,6 @@ def plan(*options: str) -> tuple[int, str, str]:
 
 
 def test_json_has_the_keys_and_the_static_sizes():
-    from experiments.configs import load
-
     status, out, err = plan("tiny", "--target", "h200x2", "--json")
     assert status == 0, err
     report = json.loads(out)
@@ -42,7 +43,39 @@ def test_json_has_the_keys_and_the_static_sizes():
     assert report["matmuls"]["bf16"] > 4 * 5 * 3
     assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
     assert report["advice"]
+    assert report["mtp_parameters_share"] == report["mtp_flops_share"] == 0
     assert "Traceback" not in err
+
+
+# Of `tiny`: 4 layers, their attention over half of 128 positions, and the output head.
+LAYER, ATTENDED, WORDS = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384, 128 * 128, 320 * 128
+DECODER = 4 * (LAYER + 2 * 128) + 2 * WORDS + 128
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_heads_in_shares_of_the_decoder(depth):
+    """Their layer, its two norms and the last one; sequential ones project two normed vectors."""
+    model, sequence = load("tiny").model, load("tiny").sequence
+    once = 4 * (LAYER + ATTENDED) + WORDS
+    for kind, joined, norms in (("sequential", 2 * 128 * 128, 5 * 128), ("parallel", 0, 3 * 128)):
+        parameters, flops = mtp_shares(model, sequence, MtpConfig(depth, kind))
+        assert parameters == pytest.approx(depth * (LAYER + joined + norms) / DECODER)
+        assert flops == pytest.approx(depth * (LAYER + joined + ATTENDED + WORDS) / once)
+    assert mtp_shares(model, sequence, MtpConfig()) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--mtp.kind parallel --fp8 delayed --fp8-strict"])
+def test_heads_are_told_in_words(options, capsys):
+    command = ["tiny", "--mtp.depth", "2", *options.split()]
+    with pytest.raises(SystemExit) as done:
+        main(command)
+    out = capsys.readouterr().out
+    assert not done.value.code
+    kind = "parallel" if options else "sequential"
+    parameters, flops = mtp_shares(load("tiny").model, 128, MtpConfig(2, kind))
+    line = f"multi-token prediction: +{parameters:.1%} parameters, +{flops:.1%} model FLOP"
+    assert line in out and "advice: " in out and "fp8_lost" not in out
 
 
 @pytest.mark.parametrize(
@@ -55,6 +88,7 @@ def test_json_has_the_keys_and_the_static_sizes():
         (["--plot", "plan.docx"], ["plan.docx", "png", "svg"]),
         (["--remat", "names:nonsense"], ["nonsense", "query", "mlp_gate"]),
         (["--target", "h200x8", "--batch", "4"], ["--batch 4", "multiples of 8"]),
+        (["--mtp.depth", "128"], ["--mtp.depth is 128", "at most 127"]),
     ],
 )
 def test_bad_input_is_one_line(options, expected):

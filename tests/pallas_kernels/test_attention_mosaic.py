@@ -227,6 +227,22 @@ def test_transformations():
         np.testing.assert_array_equal(got, want)
 
 
+def test_vmap_over_layers_with_the_rows_documents_in_common():
+    """As parallel prediction heads run: each attends in the same packed rows."""
+    cases = [
+        make_case((70, 70), heads=(4, 2), packed=True, mask={"causal": True}, seed=seed)
+        for seed in (0, 1)
+    ]
+    mask = cases[0][-1]
+    arrays = [jnp.stack(pair) for pair in zip(*(case[:3] for case in cases))]
+    run = partial(attention, implementation="mosaic_gpu", mask=mask, return_lse=True)
+    with backend.simulate():
+        got = jax.block_until_ready(jax.jit(jax.vmap(run))(*arrays))
+    for number, (q, k, v, *_) in enumerate(cases):
+        assert excess(jax.tree.map(lambda x, n=number: x[n], got), q, k, v, None, mask) <= 1
+    assert float(jnp.abs(got[0][0] - got[0][1]).max()) > 0.1
+
+
 def test_gradients_through_the_public_function():
     q, k, v, sinks, mask = make_case((70, 100), heads=(2, 1), mask={"causal": True}, packed=True)
 

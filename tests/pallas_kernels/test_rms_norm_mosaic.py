@@ -279,6 +279,24 @@ def test_transformations():
         np.testing.assert_array_equal(got, want)
 
 
+def test_vmap_over_layers_with_scales_of_their_own():
+    """As parallel prediction heads run: each with its input, scale and gradients."""
+    parts = [data((2, 3, 256)), data((6, 256))]  # other keys
+    one, two = ([None if a is None else a.reshape(-1, 256) for a in part] for part in parts)
+    args = [jnp.stack([a, b]) for a, b in zip(one, two)]
+    args[2] = args[2][:, 0]  # a scale has no rows
+    norm = partial(values_and_gradients, partial(rms_norm, implementation="mosaic_gpu"))
+    with backend.simulate():
+        got = jax.jit(jax.vmap(norm))(*args)
+        alone = [jax.jit(norm)(*(a[i] for a in args)) for i in range(2)]
+    want = jax.vmap(partial(values_and_gradients, rms_norm_reference))(*args)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *alone)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, stacked, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert error(a, c.astype(F32)) <= 0.02 * float(jnp.abs(c).max())
+        assert float(jnp.abs(c[0] - c[1]).max()) > 0.1
+
+
 def test_without_a_gpu_it_is_the_reference():
     args = data((4, 1024), F32, F32)
     got = jax.jit(partial(values_and_gradients, rms_norm))(*args)
