@@ -145,6 +145,7 @@ def keep_top_p(logits: Float[Array, "*N V"], top_p: float | Array) -> Float[Arra
     return jnp.where(probabilities >= least, logits, -jnp.inf)
 
 
+@jax.jit  # or its branches would be compiled anew at every call outside of a program
 def filtered(logits: Float[Array, "*N V"], drawing: Drawing) -> Float[Array, "*N V"]:
     """Logits of the distribution that tokens are drawn from.
 
@@ -189,6 +190,7 @@ def gumbel(keys: Key[Array, "*N"], size: int) -> Float[Array, "*N V"]:
     return jax.vmap(one)(keys.reshape(-1)).reshape(*keys.shape, size)
 
 
+@jax.jit
 def sample(
     logits: Float[Array, "*N V"],
     rows: Int[Array, "*N"],
