@@ -10,7 +10,8 @@ so what is drawn does not depend on the drafts, greedy or not, and what differs 
 `rule="rejection"` is the classical rule instead. How a pass goes: `speculate`.
 
 Nothing waits for the host between passes: `BURST` of them are one call, with a loop inside, and
-a prompt goes through in chunks of `PREFILL` positions. Two programs in all, whatever the lengths.
+a prompt goes through in chunks of 512 positions and, at its end, of 32. That makes three programs
+at most, whatever the lengths.
 
 Where it pays: few rows, heads whose drafts are often accepted. Where it does not: batches large
 enough for passes to be bound by compute.
@@ -30,10 +31,10 @@ from jaxaccel import speculate
 from jaxaccel.cache import Cache, forward, init_cache, logits
 from jaxaccel.nn import Decoder
 from jaxaccel.sampling import Drawing, Sampling
-from jaxaccel.speculate import NO_TOKEN, PREFILL, ROOM, Plan, State
+from jaxaccel.speculate import NO_TOKEN, ROOM, Plan, State
 
 __all__ = [
-    "PREFILL",
+    "CHUNKS",
     "ROOM",
     "Burst",
     "Cache",
@@ -45,7 +46,8 @@ __all__ = [
     "stream",
 ]
 
-BURST = 8  # passes of one call
+BURST = 16  # passes of one call
+CHUNKS = (512, 32)  # prompt positions that go through at once: as many as still fit, then a few
 
 
 class Burst(NamedTuple):
@@ -148,13 +150,19 @@ def _bursts(decoder, state: State, rows, plan: Plan, drawing: Drawing, stop) -> 
     stop_ids = jnp.array(sorted(stop) or [NO_TOKEN], jnp.int32)
     if bool(state.done.all()):
         return
-    for _ in range(0, max(len(ids) for ids in rows) - 1, PREFILL):
-        state = speculate.prefill(treedef, leaves, state, plan)
+    left = max(len(ids) for ids in rows) - 1
+    for size in CHUNKS:
+        count = -(-left // size) if size == CHUNKS[-1] else left // size
+        for _ in range(count):
+            state = speculate.prefill(treedef, leaves, state, plan, size)
+        left -= count * size
+    state, made = speculate.run(treedef, leaves, state, plan, drawing, stop_ids)
     done = False
     while not done:
-        state, made = speculate.run(treedef, leaves, state, plan, drawing, stop_ids)
-        tokens, counts, done, passes, drafted, accepted = jax.device_get(made)
-        done = done.all()
+        # The next is under way before this one is waited for; with all rows done it does nothing.
+        state, coming = speculate.run(treedef, leaves, state, plan, drawing, stop_ids)
+        tokens, counts, rows_done, passes, drafted, accepted = jax.device_get(made)
+        done, made = bool(rows_done.all()), coming
         kept = [row[:count].tolist() for row, count in zip(tokens, counts)]
         kept = [row[:-1] if row and row[-1] in stop else row for row in kept]
         yield Burst(kept, int(passes), drafted, accepted)
@@ -162,6 +170,8 @@ def _bursts(decoder, state: State, rows, plan: Plan, drawing: Drawing, stop) -> 
 
 def _cast(decoder: Decoder) -> Decoder:
     """The decoder with weights in its compute dtype, to which each use would cast them."""
+    if decoder.embedding[...].dtype == decoder.dtype:
+        return decoder
 
     def cast(path, leaf):
         is_scale = jax.tree_util.keystr(path).endswith(".scale.value")  # of a norm: float32

@@ -14,6 +14,7 @@ V vocabulary.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -190,36 +191,47 @@ def gumbel(keys: Key[Array, "*N"], size: int) -> Float[Array, "*N V"]:
     return jax.vmap(one)(keys.reshape(-1)).reshape(*keys.shape, size)
 
 
+@functools.partial(jax.jit, static_argnums=3)
+def noise(
+    drawing: Drawing, rows: Int[Array, "*N"], positions: Int[Array, "*N"], size: int
+) -> Float[Array, "*N V"]:
+    """What `sample` adds to the logits at each (row, position): `gumbel`, or nothing if greedy.
+
+    Args:
+      drawing: how tokens are drawn.
+      rows: number of each sequence.
+      positions: of the token that is drawn, from 0 at the start of the prompt.
+      size: of the vocabulary.
+
+    Returns:
+      float32.
+    """
+    make = lambda: gumbel(noise_keys(drawing.key, rows, positions), size)
+    return jax.lax.cond(drawing.temperature > 0, make, lambda: jnp.zeros((*rows.shape, size)))
+
+
 @jax.jit
 def sample(
-    logits: Float[Array, "*N V"],
-    rows: Int[Array, "*N"],
-    positions: Int[Array, "*N"],
-    drawing: Drawing,
+    logits: Float[Array, "*N V"], noise: Float[Array, "*N V"], drawing: Drawing
 ) -> Int[Array, "*N"]:
-    """Draws tokens: `argmax(filtered(logits) + Gumbel noise of (row, position))`.
+    """Draws tokens: `argmax(filtered(logits) + noise)`.
 
     Args:
       logits: float32.
-      rows: number of each sequence.
-      positions: of the token that is drawn. Equal logits, rows and positions draw equal tokens.
+      noise: from `noise`; equal noise and logits draw equal tokens.
       drawing: how to draw.
 
     Returns:
       int32 ids.
 
     Example:
-      >>> row = position = jnp.zeros(1, jnp.int32)
-      >>> sample(jnp.array([[1.0, 3.0, 2.0]]), row, position, drawing(Sampling(temperature=0.0)))
+      >>> how, row = drawing(Sampling(temperature=0.0)), jnp.zeros(1, jnp.int32)
+      >>> sample(jnp.array([[1.0, 3.0, 2.0]]), noise(how, row, row, 3), how)
       Array([1], dtype=int32)
     """
-
-    def noisy(logits):
-        keys = noise_keys(drawing.key, rows, positions)
-        return filtered(logits, drawing) + gumbel(keys, logits.shape[-1])
-
-    noisy_logits = jax.lax.cond(drawing.temperature > 0, noisy, lambda x: x, logits)
-    return jnp.argmax(noisy_logits, axis=-1).astype(jnp.int32)
+    noisy = lambda logits: filtered(logits, drawing) + noise
+    logits = jax.lax.cond(drawing.temperature > 0, noisy, lambda logits: logits, logits)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def leading(agree_BG: Bool[Array, "B G"]) -> Int[Array, "B"]:

@@ -13,8 +13,9 @@ from pallas_kernels.attention import attention
 
 
 @pytest.mark.parametrize("name", ["grouped_windows", "qwen"])
-def test_greedy_is_argmax_of_repeated_full_passes(name):
-    size = decode.PREFILL + 9  # two chunks
+def test_greedy_is_argmax_of_repeated_full_passes(name, monkeypatch):
+    monkeypatch.setattr(decode, "CHUNKS", (16, 4))
+    size = 2 * 16 + 4 + 3  # two chunks of the first size and two of the second
     decoder, ids = make(name), tokens(1, size)[0].tolist()
     got = list(decode.generate(decoder, ids, max_new_tokens=10, sampling=Sampling(0.0)))
     row = ids + [0] * 10  # causal: what comes later does not matter
@@ -35,7 +36,8 @@ def test_sampling_draws_the_keyed_noise_of_each_position():
     logits = full_logits(decoder, np.array([ids + got]))[0]
     places = jnp.arange(1, len(logits) + 1)
     drawing = sampling.drawing(Sampling(**options, seed=5))
-    assert sampling.sample(logits, jnp.zeros_like(places), places, drawing)[10:-1].tolist() == got
+    noise = sampling.noise(drawing, jnp.zeros_like(places), places, BASE.vocab_size)
+    assert sampling.sample(logits, noise, drawing)[10:-1].tolist() == got
 
 
 def test_stop_and_zero_tokens():
@@ -55,12 +57,16 @@ def test_prefill_and_decode_compile_once():
         return attention(q, k, v, mask=mask)
 
     decoder = Decoder(BASE, rngs=nnx.Rngs(0), attention=counting)
-    for length, new, temperature, top_p in ((1, 5, 0.0, 1.0), (60, 9, 0.7, 0.5), (9, 2, 1.0, 1.0)):
+    for length, new, temperature, top_p in (
+        (1, 5, 0.0, 1.0),
+        (600, 9, 0.7, 0.5),
+        (560, 2, 1.0, 1.0),
+    ):
         ids = tokens(1, length)[0].tolist()
         how = Sampling(temperature, top_p=top_p, seed=length)
         made = decode.generate(decoder, ids, max_new_tokens=new, sampling=how)
         assert len(list(made)) == new
-    assert sorted(traces) == [1, decode.PREFILL]
+    assert sorted(traces) == [1, *decode.CHUNKS[::-1]]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +98,7 @@ def test_rows_of_a_batch_have_noise_of_their_own_and_their_own_prompts():
     places = np.arange(150, 156)
     full = full_logits(decoder, np.array([prompts[2] + rows[2]]))[0, places - 1]
     drawing = sampling.drawing(Sampling(seed=2))
-    assert sampling.sample(full, jnp.full(6, 2), jnp.asarray(places), drawing).tolist() == rows[2]
+    noise = sampling.noise(drawing, jnp.full(6, 2), jnp.asarray(places), BASE.vocab_size)
+    assert sampling.sample(full, noise, drawing).tolist() == rows[2]
     with pytest.raises(ValueError, match="there is no prompt"):
         decode.stream(decoder, [], max_new_tokens=1)

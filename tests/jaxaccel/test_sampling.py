@@ -37,9 +37,8 @@ def test_draws_follow_the_distribution():
     logits = jnp.array([0.0, 2.0, 1.0, -1.0, 1.5])
     rows = 20_000
     how = drawing(Sampling(0.7, top_p=0.9))
-    drawn = sampling.sample(
-        jnp.broadcast_to(logits, (rows, 5)), jnp.arange(rows), jnp.full(rows, 7), how
-    )
+    noise = sampling.noise(how, jnp.arange(rows), jnp.full(rows, 7), 5)
+    drawn = sampling.sample(jnp.broadcast_to(logits, (rows, 5)), noise, how)
     expected = np.exp(np.asarray(logits, np.float64) / 0.7)
     kept = numpy_top_p(np.asarray(logits) / 0.7, 0.9)
     expected = np.array([x if i in kept else 0.0 for i, x in enumerate(expected)])
@@ -53,9 +52,11 @@ def test_draws_follow_the_distribution():
 def test_extreme_temperatures_are_finite():
     logits = jnp.array([[1.0, 3.0, 2.0]] * 50)
     rows, places = jnp.arange(50), jnp.zeros(50, jnp.int32)
-    draw = lambda *how, **more: sampling.sample(
-        logits, rows, places, drawing(Sampling(*how, **more))
-    )
+
+    def draw(*how, **more):
+        how = drawing(Sampling(*how, **more))
+        return sampling.sample(logits, sampling.noise(how, rows, places, 3), how)
+
     assert set(draw(1e-45, top_p=0.5).tolist()) == {1}
     assert set(draw(1e30).tolist()) == {0, 1, 2}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decoders import BASE, full_logits, make
 
-from jaxaccel import decode, sampling
+from jaxaccel import decode, sampling, speculate
 from jaxaccel.cache import logits
 from jaxaccel.nn import MtpConfig
 from jaxaccel.sampling import Sampling
@@ -81,7 +81,8 @@ def simulated(decoder, ids, new, gamma, drawing):
 
     def drawn(logits_TV, i):  # the token after position i
         row = jnp.zeros(1, jnp.int32)
-        return int(sampling.sample(logits_TV[i][None], row, row + i + 1, drawing)[0])
+        noise = sampling.noise(drawing, row, row + i + 1, BASE.vocab_size)
+        return int(sampling.sample(logits_TV[i][None], noise, drawing)[0])
 
     while len(ids) < start + new:
         passes += 1
@@ -98,10 +99,7 @@ def simulated(decoder, ids, new, gamma, drawing):
             found = np.asarray(found)
             # Head k at one position, or the one head a position further each time.
             at = last + k if chained else last
-            token = sampling.sample(
-                found[at][None], jnp.zeros(1, jnp.int32), jnp.full(1, len(ids) + k), drawing
-            )
-            drafts.append(int(token[0]))
+            drafts.append(drawn({len(ids) + k - 1: found[at]}, len(ids) + k - 1))
     return ids[start:], passes, accepted.tolist()
 
 
@@ -113,13 +111,14 @@ def ahead(decoder, tokens_1T):
 
 @functools.partial(jax.jit, static_argnums=3)
 def chain(decoder, tokens_1T, last, repeats):
-    """Logits of the one head, whose states past `last` stand in the decoder's place."""
+    """Logits of the one head; past `last` its states stand in the decoder's place, mixed."""
     hidden, embedded = decoder(tokens_1T), decoder.embed(tokens_1T)
     rope = decoder.rope(jnp.arange(tokens_1T.shape[1])[None])
     for step in range(repeats):
         go = lambda layer, x: layer(x, rope, None)
         out = decoder.heads(hidden, embedded, go, jax.lax.scan)[0]
-        hidden = hidden.at[:, last + step + 1].set(out[:, last + step])
+        mixed = (1 - speculate.OWN) * hidden + speculate.OWN * out
+        hidden = hidden.at[:, last + step + 1].set(mixed[:, last + step])
     return logits(decoder, out)[0]
 
 
