@@ -8,6 +8,10 @@ import tempfile
 # Programs under test keep compiled code under the user's cache folder: not this user's.
 _cache = tempfile.TemporaryDirectory(prefix="jaxaccel-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
+# They start by the dozen, and without byte code each would parse all of JAX again: where it may
+# not lie beside the source, it lies here.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ["PYTHONPYCACHEPREFIX"] = _cache.name + "/byte-code"
 # `pytest -m gpu`, where there is a GPU, is the kernels' third lane.
 _RUN_LANE = "gpu" in sys.argv and os.path.exists("/dev/nvidiactl")
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if _RUN_LANE else "cpu"

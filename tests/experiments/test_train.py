@@ -183,43 +183,85 @@ def test_dry_run_writes_nothing(run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--batch", "5", "--micro-batches", "2"], ["--batch 5", "multiples of 2", "4 or 6"]),
-        (["--data.source", "no/such/file"], ["no/such/file"]),
-        (["--sequence", "100000"], ["tokens", "one batch"]),
-        (["--mesh", "fsdp=3"], ["fsdp=3", "3 places", "1 devices"]),
-        (["--mesh", "fdsp=1"], ["fdsp=1", "data, fsdp, tensor"]),
-        (["--model.vocab-size", "200"], ["258", "--model.vocab-size"]),
-        (["--model.kv-heads", "3"], ["2 query heads", "3 key/value heads"]),
-        (["--resume", "must"], ["no whole checkpoint"]),
-        (["--profile", "7"], ["START:STOP"]),
-        (["--steps", "0"], ["--steps is 0"]),
-        (["--remat", "auto", "--budget-gib", "nan"], ["--budget-gib is nan", "above 0"]),
-        (["--remat", "offload"], ["--remat offload", "full"]),
-        (["--seed", "-1"], ["--seed is -1", "2**32 - 1"]),
-        (
-            ["--fp8", "current", "--fp8-layers", "ffn"],
-            ["FP8 for 'ffn': there is no such layer", "query"],
-        ),
-        (["--fp8", "current", "--fp8-strict"], ["cpu has no FP8 matmuls", "--fp8-strict"]),
-        (["--fp8", "fast"], ["'off', 'current', 'delayed', 'block'"]),
-        (["--fp8-scaling.window", "0"], ["window is 0 steps", "at least 1"]),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(run, tmp_path, options, expected):
-    status, _, err = run("--run-dir", tmp_path / "run", *options)
+# What to pass, and what the one line of refusal names.
+REFUSED = [
+    (["--batch", "5", "--micro-batches", "2"], ["--batch 5", "multiples of 2", "4 or 6"]),
+    (["--data.source", "no/such/file"], ["no/such/file"]),
+    (["--sequence", "100000"], ["tokens", "one batch"]),
+    (["--mesh", "fsdp=3"], ["fsdp=3", "3 places", "1 devices"]),
+    (["--mesh", "fdsp=1"], ["fdsp=1", "data, fsdp, tensor"]),
+    (["--model.vocab-size", "200"], ["258", "--model.vocab-size"]),
+    (["--model.kv-heads", "3"], ["2 query heads", "3 key/value heads"]),
+    (["--resume", "must"], ["no whole checkpoint"]),
+    (["--profile", "7"], ["START:STOP"]),
+    (["--steps", "0"], ["--steps is 0"]),
+    (["--remat", "auto", "--budget-gib", "nan"], ["--budget-gib is nan", "above 0"]),
+    (["--remat", "offload"], ["--remat offload", "full"]),
+    (["--seed", "-1"], ["--seed is -1", "2**32 - 1"]),
+    (
+        ["--fp8", "current", "--fp8-layers", "ffn"],
+        ["FP8 for 'ffn': there is no such layer", "query"],
+    ),
+    (["--fp8", "current", "--fp8-strict"], ["cpu has no FP8 matmuls", "--fp8-strict"]),
+    (["--fp8", "fast"], ["'off', 'current', 'delayed', 'block'"]),
+    (["--fp8-scaling.window", "0"], ["window is 0 steps", "at least 1"]),
+    (["--stpes", "3"], ["--steps"]),  # the nearest option
+]
+
+# Each case from the command line on, but all in one process: JAX is imported once.
+REFUSE_ALL = """
+import contextlib, io, json, sys
+from experiments import train
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            train.main(arguments)
+            status = None
+        except SystemExit as stop:
+            status = stop.code
+    print(json.dumps([status, err.getvalue()]))
+"""
+
+
+def refuse_all(text: Path, cases: list[list[str]]) -> list[tuple[int, str]]:
+    """Status and standard error of each command line."""
+    start = ["tiny", *SMALL, "--data.source", str(text)]
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE_ALL, json.dumps([[*start, *case] for case in cases])],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals(text, tmp_path_factory) -> tuple[list[tuple[int, str]], Path]:
+    """What came of `REFUSED`, and the folder of their run folders."""
+    folder = tmp_path_factory.mktemp("refused")
+    cases = enumerate(options for options, _ in REFUSED)
+    return refuse_all(text, [["--run-dir", str(folder / str(i)), *o] for i, o in cases]), folder
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=lambda i: " ".join(REFUSED[i][0]))
+def test_bad_input_is_one_line_and_writes_nothing(refusals, case):
+    found, folder = refusals
+    status, err = found[case]
     assert status == 2
     line = one_line(err)
-    for part in expected:
+    for part in REFUSED[case][1]:
         assert part in line
-    assert not (tmp_path / "run").exists()
+    assert not (folder / str(case)).exists()
 
 
-def test_a_run_folder_that_cannot_be_made_is_one_line(run, text):
-    for folder in (text / "0.txt", text / "0.txt" / "run"):
-        status, _, err = run("--run-dir", folder, "--steps", 1)
+def test_a_run_folder_that_cannot_be_made_is_one_line(text):
+    folders = (text / "0.txt", text / "0.txt" / "run")
+    found = refuse_all(text, [["--run-dir", str(folder), "--steps", "1"] for folder in folders])
+    for folder, (status, err) in zip(folders, found, strict=True):
         assert status == 2
         assert str(folder) in one_line(err)
 
@@ -233,13 +275,6 @@ def test_no_space_for_metrics_is_one_line(monkeypatch, capsys, tmp_path):
         train.main(["--run-dir", str(tmp_path / "run")])
     assert exit.value.code == 1
     assert "No space left on device; checkpoints" in one_line(capsys.readouterr().err)
-
-
-def test_an_unknown_option_is_refused_with_the_nearest(run, tmp_path):
-    status, _, err = run("--run-dir", tmp_path / "run", "--stpes", "3")
-    assert status == 2
-    assert "--steps" in one_line(err)
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_config_is_refused_with_the_nearest():

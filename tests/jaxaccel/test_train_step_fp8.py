@@ -25,7 +25,10 @@ def make(mesh="", devices=1, **options):
     sizes = sharding.parse_mesh(mesh, devices)
     mesh = sharding.make_mesh(sizes, jax.devices()[:devices])
     optimizer = optim.adamw(optim.OptimizerConfig(1e-2, warmup_steps=3), 20)
-    return train_step.make_train_step(MODEL, optimizer, StepConfig(**options), mesh)
+    made = train_step.make_train_step(MODEL, optimizer, StepConfig(**options), mesh)
+    if options.keys() & {"clip_norm", "micro_batches"}:  # which leave the first state alone
+        return made._replace(init=make(fp8=options["fp8"]).init)
+    return made
 
 
 def batch(seed, rows=8, length=12):
