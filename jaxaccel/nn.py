@@ -104,9 +104,9 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: DecoderConfig,
+        mtp: MtpConfig = MtpConfig(),  # noqa: B008 (immutable)
         *,
         rngs: nnx.Rngs,
-        mtp: MtpConfig = MtpConfig(),  # noqa: B008 (immutable)
         dtype: Any = jnp.float32,
         dot_general: Callable | Mapping[str, Callable] = jax.lax.dot_general,
         attention: Callable = attention_op.attention,
