@@ -201,10 +201,8 @@ def run(treedef, leaves, state: State, plan: Plan, drawing: Drawing, stop_ids):
 
 def _noise(state: State, decoder: Decoder, plan: Plan, drawing: Drawing) -> Array:
     """Noise of the tokens at known, known + 1, ..: for their drafts, and then for themselves."""
-    index_1P = jnp.arange(plan.gamma + 1, dtype=jnp.int32)[None]
-    positions_BP = state.known[:, None] + index_1P
-    rows_BP = jnp.zeros_like(index_1P) + jnp.arange(len(state.known), dtype=jnp.int32)[:, None]
-    return sampling.noise(drawing, rows_BP, positions_BP, decoder.config.vocab_size)
+    ahead_1P = jnp.arange(plan.gamma + 1, dtype=jnp.int32)[None]
+    return sampling.noise(drawing, *_places(state, ahead_1P), decoder.config.vocab_size)
 
 
 def _verify(
@@ -226,7 +224,7 @@ def _verify(
             jax.nn.softmax(sampling.filtered(logits_BPV, drawing)),
             state.guesses,
             drafts_BG,
-            sampling.uniform(_keys(state, drawing, index_1P[:, 1:] - 1)),
+            sampling.uniform(sampling.noise_keys(drawing.key, *_places(state, index_1P[:, :-1]))),
             noise_BPV,
         )
 
@@ -252,11 +250,11 @@ def _verify(
     )
 
 
-def _keys(state: State, drawing: Drawing, ahead) -> Array:
-    """Keys of the tokens at known + `ahead`, for each row."""
-    positions = state.known[:, None] + ahead
-    rows = jnp.zeros_like(positions) + jnp.arange(len(state.known), dtype=jnp.int32)[:, None]
-    return sampling.noise_keys(drawing.key, rows, positions)
+def _places(state: State, ahead_1N: Array) -> tuple[Array, Array]:
+    """[B, N]: the number of each row, and the positions known + `ahead` of it."""
+    positions_BN = state.known[:, None] + ahead_1N
+    rows_B1 = jnp.arange(len(state.known), dtype=jnp.int32)[:, None]
+    return jnp.broadcast_to(rows_B1, positions_BN.shape), positions_BN
 
 
 def _draft(
@@ -278,9 +276,9 @@ def _draft(
             drafted_B = sampling.sample(logits_BV, noise_BV, drawing)
         else:  # noise of its own: the rule takes drafts to be independent of its draws
             logits_BV = sampling.filtered(logits_BV, drawing)
-            keys_B = jax.vmap(lambda key: jax.random.fold_in(key, 2))(
-                _keys(state, drawing, jnp.reshape(k, (1, 1)))[:, 0]
-            )
+            rows_B1, positions_B1 = _places(state, jnp.reshape(k, (1, 1)))
+            keys_B = sampling.noise_keys(drawing.key, rows_B1[:, 0], positions_B1[:, 0])
+            keys_B = jax.vmap(lambda key: jax.random.fold_in(key, 2))(keys_B)
             noisy_BV = logits_BV + sampling.gumbel(keys_B, logits_BV.shape[-1])
             drafted_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
             guess_BV = jax.nn.softmax(logits_BV)
