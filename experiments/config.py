@@ -42,7 +42,8 @@ class TrainConfig:
     """Matmuls of the layers in FP8, by where the scales come from: this tensor, the last steps'
     (see --fp8-scaling), or tiles of 128. May change when a run is resumed."""
     fp8_layers: str = "*"
-    """Which of query, key, value, attention_output, gate, up, down; comma-separated patterns."""
+    """Which of query, key, value, attention_output, gate, up, down, mtp_projection; comma-separated
+    patterns."""
     fp8_strict: bool = False
     """Refuse a device that has no FP8 matmuls, instead of computing the same values by casting."""
     remat: str = "selective"

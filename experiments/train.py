@@ -295,6 +295,7 @@ def train(name: str, config: TrainConfig) -> int:
         f"All of it is in {folder}: metrics.jsonl, loss.png, sample.txt, config.json, env.json, "
         f"checkpoints/{checkpoints.path(done).name}.\n"
         f'Next: python -m experiments.generate --run {folder} --prompt "{config.sample_prompt}"'
+        + (" --speculative" if config.mtp.depth else "")
     )
     return 0
 

@@ -70,11 +70,18 @@ def test_tokens_past_the_room_overwrite_nothing():
     chex.assert_trees_all_close(np.asarray(found[:, :6]), np.asarray(expected), atol=2e-5)
 
 
-def test_bfloat16_cache_stays_bfloat16():
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_element", "bound"),
+    [(jnp.bfloat16, 2, 0.1), (jnp.float8_e4m3fn, 1 + 4 / BASE.head_size, 0.6)],
+    ids=["bfloat16", "fp8"],
+)
+def test_a_narrow_cache_stays_narrow_and_rounds_no_more_than_that(dtype, bytes_per_element, bound):
     decoder, tokens_BT = make("grouped_query"), tokens(3, 19)
-    cache = init_cache(BASE, 3, 19, jnp.bfloat16)
+    cache = init_cache(BASE, 3, 19, dtype)
+    held = sum(x.nbytes for x in jax.tree.leaves((cache.keys, cache.values)))
+    assert held == 2 * 3 * 19 * BASE.layers * BASE.kv_heads * BASE.head_size * bytes_per_element
     found, after = cached_logits(decoder, tokens_BT, cache)
     chex.assert_trees_all_equal_shapes_and_dtypes(cache, after)
     assert found.dtype == jnp.float32
     error = jnp.abs(found - full_logits(decoder, tokens_BT)).max()
-    assert 1e-5 < error < 0.1  # rounded, but no more than that
+    assert 1e-5 < error < bound
