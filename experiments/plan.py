@@ -23,7 +23,7 @@ from experiments.plan_plot import check_picture, draw
 from jaxaccel import optim, plan, sharding, target
 from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
-from jaxaccel.nn import flops_per_token
+from jaxaccel.nn import flops_per_token, mtp_shares
 from jaxaccel.plan import Analysis, Report
 from jaxaccel.target import MAX_GPUS_PER_NODE, MissingExtra, Target
 from jaxaccel.timeline import CostModel
@@ -72,7 +72,7 @@ class Compiled:
             CostModel(self.on),
             config=name,
             model_flops=flops_per_token(config.model, config.sequence, config.mtp) * tokens,
-            mtp=plan.mtp_shares(config.model, config.sequence, config.mtp),
+            mtp=mtp_shares(config.model, config.sequence, config.mtp),
         )
 
 

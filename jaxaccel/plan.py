@@ -20,7 +20,6 @@ from jaxtyping import PyTree
 from jaxaccel import hlo, matmuls, memory, timeline
 from jaxaccel.matmuls import Matmul
 from jaxaccel.memory import Saved
-from jaxaccel.nn import DecoderConfig, MtpConfig, flops_per_token, parameter_count
 from jaxaccel.timeline import CostModel, Timeline
 
 GIB = 2**30
@@ -69,7 +68,7 @@ class Report:
     modelled_mfu: float
     flops_per_step: float  # of one device's matmuls as compiled: repeated ones, padding and all
     recompute_flops_fraction: float  # of repeated matmuls over all others
-    mtp_parameters_share: float  # from `mtp_shares`; 0 without heads
+    mtp_parameters_share: float  # from `nn.mtp_shares`; 0 without heads
     mtp_flops_share: float
 
     def to_json(self) -> dict[str, Any]:
@@ -89,33 +88,6 @@ class Analysis:
     guessed_loops: tuple[str, ...]  # loops whose trips the program does not fix
     xla_remats: tuple[str, ...]  # what XLA repeats on its own to fit; none if all is well
     unpriced: tuple[str, ...]  # custom calls whose FLOP nobody states: their bytes count alone
-
-
-def mtp_shares(config: DecoderConfig, sequence: int, mtp: MtpConfig) -> tuple[float, float]:
-    """What heads that predict further ahead add to a decoder, in shares of the decoder alone.
-
-    Their own parameters over the decoder's, the embedding and one output head among these; and
-    their model FLOP over the decoder's. The embedding, a look-up, has none; the output head is the
-    decoder's, so that it is no parameter of theirs, but each head multiplies by it once more. So
-    counted DeepSeek-V3's one head adds 4.2 % of the FLOP, by the sizes that its README states:
-    (2.4 - 0.9) billion over (36.7 - 0.9), activated parameters without the embedding.
-
-    Args:
-      config: shape of the decoder.
-      sequence: tokens of a row.
-      mtp: the heads.
-
-    Returns:
-      Share of parameters and share of FLOP; zeros without heads.
-
-    Example:
-      >>> config = DecoderConfig(64, 4, width=8, heads=2, kv_heads=1, head_size=4, mlp_width=16)
-      >>> [round(share, 3) for share in mtp_shares(config, 10, MtpConfig(1, "parallel"))]
-      [0.176, 0.372]
-    """
-    parameters = parameter_count(config, mtp) / parameter_count(config)
-    flops = flops_per_token(config, sequence, mtp) / flops_per_token(config, sequence)
-    return parameters - 1, flops - 1
 
 
 def _stats(compiled: jax.stages.Compiled) -> Any:
@@ -160,7 +132,7 @@ def analyse(
       config: printed.
       model_flops: FLOP of one step on all devices together, without recomputation
         (`nn.flops_per_token` times tokens); the numerator of MFU.
-      mtp: from `mtp_shares`, for a model with heads that predict further ahead.
+      mtp: from `nn.mtp_shares`, for a model with heads that predict further ahead.
       data: names of the step's arguments that carry the batch.
 
     Returns:

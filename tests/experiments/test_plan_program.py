@@ -9,8 +9,7 @@ import pytest
 from experiments.configs import load
 from experiments.plan import main
 from experiments.plan_plot import shares
-from jaxaccel.nn import MtpConfig, parameter_count
-from jaxaccel.plan import mtp_shares
+from jaxaccel.nn import MtpConfig, mtp_shares, parameter_count
 from jaxaccel.timeline import Segment
 
 KEYS = (
