@@ -104,6 +104,10 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         raise UserError(f"--seed is {config.seed}; it must lie in 0 to 2**32 - 1")
     if config.budget_gib is not None and not config.budget_gib > 0:  # nan too
         raise UserError(f"--budget-gib is {config.budget_gib}; it must be above 0")
+    if not config.mtp.depth and config.mtp != MtpConfig():
+        raise UserError(
+            "--mtp options are for heads, and there are none: pass --mtp.depth 1 or more"
+        )
     if config.mtp.depth >= config.sequence:
         raise UserError(
             f"--mtp.depth is {config.mtp.depth}; in rows of {config.sequence} tokens it must be at "

@@ -155,7 +155,7 @@ def drafts_of(run: Run, gamma: int | None) -> int:
             "(python -m experiments.train --run-dir DIR --mtp.depth 1)"
         )
     if gamma is not None and gamma < 1:
-        raise UserError(f"--gamma is {gamma}; it must be at least 1")
+        raise UserError(f"--gamma is {gamma}; it must be at least 1: leave out --speculative")
     return depth if gamma is None else gamma
 
 
@@ -185,8 +185,8 @@ def main(config: GenerateConfig) -> None:
     make(gamma)  # refuses bad options before anything is printed
     if config.max_new_tokens > room:
         print(
-            f"note: at most {room} new tokens: the model's context is {context}, the prompt "
-            f"takes {len(ids)}",
+            f"note: at most {room} new token{'s' * (room > 1)}: the model's context is {context}, "
+            f"the prompt takes {len(ids)}",
             file=sys.stderr,
         )
     if config.speculative:  # compiled before the clocks start
@@ -211,13 +211,15 @@ def main(config: GenerateConfig) -> None:
 
 def report(made: Tally, plain: Tally) -> str:
     """What speculation brought, against plain decoding of the same prompt."""
+    if not np.sum(made.drafted):
+        return "speculative: no draft was verified, the text is too short"
     places = ", ".join(f"{share:.0%}" for share in made.acceptance)
     return (
         f"speculative: {made.tokens_per_second:,.1f} tokens/s, {made.tokens_per_pass:.2f} tokens a "
         f"pass, drafts accepted by place: {places}\n"
         f"plain:       {plain.tokens_per_second:,.1f} tokens/s, {plain.tokens_per_pass:.2f} tokens "
         f"a pass; speculation is {plain.seconds / max(made.seconds, 1e-9):.2f} times as fast "
-        "(measured, the prompt included)"
+        "(measured once, the prompt included)"
     )
 
 

@@ -19,6 +19,7 @@ enough for passes to be bound by compute.
 Shape suffixes: G drafts of a pass.
 """
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ __all__ = [
     "stream",
 ]
 
+CACHE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
 BURST = 16  # passes of one call
 CHUNKS = (512, 32)  # prompt positions that go through at once: as many as still fit, then a few
 
@@ -61,7 +63,7 @@ class Burst(NamedTuple):
 
 def stream(
     decoder: Decoder,
-    prompts: Sequence[Sequence[int] | np.ndarray],
+    prompts: Sequence[Any],  # of sequences of ids; checked below, in words
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
@@ -92,20 +94,27 @@ def stream(
 
     Raises:
       ValueError: an argument is out of its range; at the call, not at the first token.
+      TypeError: a whole number is asked for and is none.
     """
-    rows = [_checked(ids, decoder.config.vocab_size) for ids in prompts]
+    words = decoder.config.vocab_size
+    rows = [_checked(ids, words) for ids in prompts]
     if not rows:
         raise ValueError("there is no prompt")
-    if max_new_tokens < 0:
+    if operator.index(max_new_tokens) < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 0")
+    if bad := [token for token in stop if not 0 <= operator.index(token) < words]:
+        raise ValueError(f"stop holds {bad[0]}; the model knows 0 to {words - 1}")
     plan = speculate.plan(decoder.heads, gamma, rule, BURST)
     dtype = decoder.dtype if cache_dtype is None else cache_dtype
+    if dtype not in CACHE_DTYPES:
+        legal = ", ".join(jnp.dtype(x).name for x in CACHE_DTYPES)
+        raise ValueError(f"cache_dtype is {cache_dtype}; legal are {legal}, and None")
     state = speculate.begin(decoder, rows, max_new_tokens, plan, dtype)
     return _bursts(decoder, state, rows, plan, draw.drawing(sampling), frozenset(stop))
 
 
 def generate(
-    decoder: Decoder, prompt_ids: Sequence[int] | np.ndarray, **options: Any
+    decoder: Decoder, prompt_ids: Sequence[Any] | np.ndarray, **options: Any
 ) -> Iterator[int]:
     """Continues one prompt, token by token.
 
@@ -133,9 +142,13 @@ def generate(
     return (token for burst in bursts for token in burst.tokens[0])
 
 
-def _checked(prompt_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+def _checked(prompt_ids: Any, vocab_size: int) -> np.ndarray:
     ids = np.asarray(prompt_ids)
-    if ids.ndim != 1 or not len(ids):
+    if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            f"a prompt is a list of ids, and several are a list of such lists; got {prompt_ids!r}"
+        )
+    if not len(ids):
         raise ValueError("the prompt is empty; it must hold at least one token")
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]

@@ -5,6 +5,7 @@ Shape suffixes: C head size.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -98,7 +99,7 @@ class MtpConfig:
     """constant, or STEP:WEIGHT (several, comma-separated): another weight from that step on."""
 
     def __post_init__(self):
-        if self.depth < 0:
+        if operator.index(self.depth) < 0:
             raise ValueError(f"mtp depth is {self.depth}; it must be 0 (no heads) or more")
         if self.kind not in get_args(MtpConfig.__annotations__["kind"]):
             raise ValueError(f"mtp kind is {self.kind!r}; known: sequential, parallel")
@@ -107,6 +108,8 @@ class MtpConfig:
                 raise ValueError(f"mtp weight is {weight}; it must be 0 or more, and finite")
             if step < 0:
                 raise ValueError(f"mtp schedule {self.schedule!r} has step {step}, below 0")
+        if len({step for step, _ in self.changes}) < len(self.changes):
+            raise ValueError(f"mtp schedule {self.schedule!r} has two weights for one step")
 
     @property
     def changes(self) -> tuple[tuple[int, float], ...]:

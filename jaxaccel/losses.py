@@ -52,12 +52,20 @@ def ahead_labels(
     Returns:
       Labels, IGNORED where there is nothing to predict; N is 1 + `depth`.
 
+    Raises:
+      ValueError: labels and segments are not both [B, T], or `depth` is below 0.
+
     Example:
       >>> segments = jnp.array([[1, 1, 2, 2, 3, 3, 0, 0]])
       >>> labels = jnp.where(segments > 0, 7, IGNORED)
       >>> (ahead_labels(labels, segments, 2) != IGNORED).sum((0, 1)).tolist()
       [6, 3, 0]
     """
+    if labels_BT.ndim != 2 or labels_BT.shape != segments_BT.shape or depth < 0:
+        raise ValueError(
+            f"got labels {labels_BT.shape}, segments {segments_BT.shape}, depth {depth}; need both "
+            "of one shape [B, T], and a depth of 0 or more"
+        )
 
     def shifted(k: int) -> Array:
         later = lambda x, fill: jnp.pad(
@@ -102,6 +110,11 @@ def ahead_cross_entropy(
       ([2, 1], [3.2189, 1.6094])
     """
     count, rows = hidden_NBTD.shape[:2]
+    if labels_BTN.shape != (*hidden_NBTD.shape[1:-1], count):
+        raise ValueError(
+            f"got hidden states {hidden_NBTD.shape}, labels {labels_BTN.shape}; need [N, B, T, D] "
+            "and [B, T, N]"
+        )
     options = {"z_loss": z_loss, "axis_name": axis_name}
     if count == 1:
         sums = linear_cross_entropy(hidden_NBTD[0], head_VD, labels_BTN[..., 0], **options)

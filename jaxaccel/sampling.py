@@ -15,6 +15,7 @@ V vocabulary.
 
 import dataclasses
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ class Sampling:
 
     Raises:
       ValueError: a value is out of its range.
+      TypeError: it is of another kind.
 
     Example:
       >>> Sampling(temperature=0.7, top_p=0.9)
@@ -44,11 +46,11 @@ class Sampling:
             raise ValueError(
                 f"temperature is {self.temperature}; it must be 0 (greedy) or positive"
             )
-        if self.top_k < 0:
+        if operator.index(self.top_k) < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must lie above 0 and be at most 1")
-        if not 0 <= self.seed < 2**32:
+        if not 0 <= operator.index(self.seed) < 2**32:
             raise ValueError(f"seed is {self.seed}; it must lie in 0 to 2**32 - 1")
 
 

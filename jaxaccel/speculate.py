@@ -20,6 +20,7 @@ V vocabulary.
 
 import dataclasses
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +70,7 @@ def plan(heads: Heads | None, gamma: int, rule: str, burst: int) -> Plan:
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; known: {', '.join(RULES)}")
-    if gamma == 0:
+    if operator.index(gamma) == 0:
         return Plan(0, rule, 1, burst)
     if heads is None:
         raise ValueError(
@@ -80,7 +81,7 @@ def plan(heads: Heads | None, gamma: int, rule: str, burst: int) -> Plan:
     again = (kind, depth) == ("sequential", 1)
     most = MAX_DRAFTS if again else depth
     if not 0 <= gamma <= most:
-        why = "" if again else f": the model has {depth} {kind} heads"
+        why = "" if again else f": the model has {depth} {kind} head{'s' * (depth > 1)}"
         raise ValueError(f"gamma is {gamma}; legal are 0 to {most}{why}")
     waits = kind == "sequential" and depth > 1
     return Plan(gamma, rule, 2 * gamma if waits else gamma + 1, burst)

@@ -177,7 +177,7 @@ def main(config: DecodeConfig) -> None:
     print(
         f"{figures['prompts']} held-out prompts on {figures['device']}, {same} (measured):\n"
         f"plain       {figures['tokens_per_second_plain']:,.0f} tokens/s, "
-        f"{figures['plain_over_bare']:.2f} times a bare one-token pass\n"
+        f"a token costs {figures['plain_over_bare']:.2f} bare one-token passes\n"
         f"speculative {figures['tokens_per_second_speculative']:,.0f} tokens/s with gamma "
         f"{figures['gamma']}: {figures['speedup']:.2f} times as fast, "
         f"{figures['tokens_per_pass']:.2f} tokens a pass, drafts accepted by place: {places}"

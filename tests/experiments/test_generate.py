@@ -143,9 +143,11 @@ def test_speculation_prints_the_same_text_and_what_it_brought(with_heads, capsys
     assert re.fullmatch(
         r"speculative: [\d,.]+ tokens/s, \d\.\d\d tokens a pass, drafts accepted by place: "
         r"\d+%, \d+%\nplain: +[\d,.]+ tokens/s, 1\.00 tokens a pass; speculation is "
-        r"\d+\.\d\d times as fast \(measured, the prompt included\)\n",
+        r"\d+\.\d\d times as fast \(measured once, the prompt included\)\n",
         made.err,
     )
+    assert call(generate, "--run", with_heads, "--max-new-tokens", 0, "--speculative") == 0
+    assert "no draft was verified" in capsys.readouterr().err
     for gamma, message in ((3, "gamma is 3; legal are 0 to 2"), (0, "--gamma is 0; it must be")):
         assert call(generate, *args, "--speculative", "--gamma", gamma) == 2
         assert message in capsys.readouterr().err

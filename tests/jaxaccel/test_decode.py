@@ -76,6 +76,10 @@ def test_prefill_and_decode_compile_once():
         ({"prompt_ids": [3, 37]}, "token 37; the model knows 0 to 36"),
         ({"prompt_ids": [-1]}, "token -1"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+        ({"prompt_ids": [[1, 2]]}, r"a prompt is a list of ids.*got \[\[1, 2\]\]"),
+        ({"prompt_ids": [1.5]}, "a prompt is a list of ids"),
+        ({"stop": (99,)}, "stop holds 99; the model knows 0 to 36"),
+        ({"cache_dtype": jnp.int8}, "legal are float32, bfloat16, float16, float8_e4m3fn"),
         ({"rule": "medusa"}, "unknown rule 'medusa'; known: match, rejection"),
         ({"gamma": 1}, r"gamma is 1, and the model has no heads to draft with.*--mtp.depth 1"),
         ({"gamma": -1}, r"gamma is -1, and the model has no heads"),
@@ -100,5 +104,7 @@ def test_rows_of_a_batch_have_noise_of_their_own_and_their_own_prompts():
     drawing = sampling.drawing(Sampling(seed=2))
     noise = sampling.noise(drawing, jnp.full(6, 2), jnp.asarray(places), BASE.vocab_size)
     assert sampling.sample(full, noise, drawing).tolist() == rows[2]
+    with pytest.raises(ValueError, match="several are a list of such lists; got 1"):
+        decode.stream(decoder, [1, 2], max_new_tokens=1)
     with pytest.raises(ValueError, match="there is no prompt"):
         decode.stream(decoder, [], max_new_tokens=1)
