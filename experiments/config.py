@@ -56,7 +56,10 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of the squared log-partition in the loss."""
     mesh: str = ""
-    """Devices by axis, say data=2,fsdp=4 (also tensor); empty: all on fsdp."""
+    """Devices by axis, say data=2,fsdp=4 (also sequence, tensor); empty: all on fsdp."""
+    overlap: str = "none"
+    """Collectives to hide behind compute: none, or several of fsdp-prefetch, buckets,
+    comma-separated."""
 
     log_every: int = 10
     eval_every: int = 200
@@ -86,7 +89,7 @@ class TrainConfig:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
     "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
-    "budget_gib mesh log_every eval_every save_every eval_batches keep max_skipped resume "
+    "budget_gib mesh overlap log_every eval_every save_every eval_batches keep max_skipped resume "
     "time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
 )
 

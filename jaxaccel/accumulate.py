@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from pallas_kernels import manual_axes
+
 
 def split(batch: PyTree[Array], count: int) -> PyTree[Array]:
     """[B, ...] -> [count, B / count, ...]; micro-batch i takes the rows i, i + count, ...
@@ -78,11 +80,35 @@ def accumulate(
       >>> float(accumulate(lambda x: (x * x).sum(), jnp.arange(4.0), 2))
       14.0
     """
-    if count == 1:
-        return fn(batch)
-    parts = split(batch, count)
-    shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return fn(batch) if count == 1 else over(fn, split(batch, count), combine)
+
+
+def over(
+    fn: Callable[[PyTree[Array]], PyTree[Array]],
+    parts: PyTree[Array],
+    combine: Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]] = add,
+) -> PyTree[Array]:
+    """`accumulate` of a batch that `split` has divided, or of some of its parts.
+
+    Args:
+      fn, combine: as of `accumulate`.
+      parts: arrays with a common leading dimension, at least 1.
+
+    Returns:
+      The sum, in the dtypes that `fn` returns.
+
+    Example:
+      >>> float(over(jnp.sum, jnp.ones((2, 3))))
+      6.0
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    if len(jax.tree.leaves(parts)[0]) == 1:
+        return fn(first)
+    # Under `shard_map` the sum must vary over devices as its parts do.
+    zeros = jax.tree.map(
+        lambda s: manual_axes.vary(jnp.zeros(s.shape, s.dtype), manual_axes.varying(s)),
+        jax.eval_shape(fn, first),
+    )
 
     def body(total, part):
         return combine(total, fn(part)), None

@@ -141,6 +141,20 @@ class Between(NamedTuple):
     glu: Callable | None = None
 
 
+class Joint(NamedTuple):
+    """How a layer's linears are computed with other devices; by default, without any.
+
+    Attributes:
+      enter: `(x, linears) -> outputs`, of linears with one input. Where these are cut by columns,
+        it is here that `x` comes to all devices.
+      leave: `(x, linear) -> y`. Where the linear is cut by rows, it is here that what the devices
+        found is summed.
+    """
+
+    enter: Callable = lambda x, linears: [linear(x) for linear in linears]
+    leave: Callable = lambda x, linear: linear(x)
+
+
 class Layer(nnx.Module):
     """Attention, then a gated MLP, each behind a norm and added to the stream.
 
@@ -158,6 +172,7 @@ class Layer(nnx.Module):
         dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
         between: Between,
+        joint: Joint = Joint(),  # noqa: B008 (immutable)
     ):
         c, shapes = config, linear_shapes(config)
         # Output projections start smaller, so that the stream's variance does not grow
@@ -191,7 +206,7 @@ class Layer(nnx.Module):
         self.up = linear("up", ("embed", "mlp"))
         self.down = linear("down", ("mlp", "embed"), scale=out_scale)
         self.config, self.window, self.attention = c, window, attention
-        self.glu = between.glu or gated(c.activation)
+        self.glu, self.joint = between.glu or gated(c.activation), joint
 
     def qkv(self, x_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries [B, T, H, C], keys and values [B, T, K, C]; positions rotated in."""
@@ -199,13 +214,10 @@ class Layer(nnx.Module):
         y = self.attention_norm(x_BTD, readers=(self.query, self.key, self.value))
         y = names.tag(y, names.ATTENTION_NORM)
 
-        def heads(projection, name, count):
-            out = names.tag(projection(y), name)
-            return out.reshape(*x_BTD.shape[:2], count, c.head_size)
-
-        q = heads(self.query, names.QUERY, c.heads)
-        k = heads(self.key, names.KEY, c.kv_heads)
-        v = heads(self.value, names.VALUE, c.kv_heads)
+        found = self.joint.enter(y, (self.query, self.key, self.value))
+        # As many heads as this device has.
+        heads = lambda out, name: names.tag(out, name).reshape(*out.shape[:2], -1, c.head_size)
+        q, k, v = map(heads, found, (names.QUERY, names.KEY, names.VALUE))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
@@ -213,13 +225,14 @@ class Layer(nnx.Module):
     def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
         """Adds what attention found, then the MLP's answer."""
         context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        found = names.tag(self.attention_output(context), names.ATTENTION_OUTPUT)
+        found = self.joint.leave(context, self.attention_output)
+        found = names.tag(found, names.ATTENTION_OUTPUT)
         x_BTD, y = self.mlp_norm(found, residual=x_BTD, readers=(self.gate, self.up))
         y = names.tag(y, names.MLP_NORM)
-        gate = names.tag(self.gate(y), names.MLP_GATE)
-        up = names.tag(self.up(y), names.MLP_UP)
+        gate, up = self.joint.enter(y, (self.gate, self.up))
+        gate, up = names.tag(gate, names.MLP_GATE), names.tag(up, names.MLP_UP)
         y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
-        return x_BTD + names.tag(self.down(y), names.MLP_OUTPUT)
+        return x_BTD + names.tag(self.joint.leave(y, self.down), names.MLP_OUTPUT)
 
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
         q, k, v = self.qkv(x_BTD, rope)

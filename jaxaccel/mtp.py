@@ -30,10 +30,11 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from jaxaccel.decoder_config import DecoderConfig, MtpConfig, linear_shapes
-from jaxaccel.layers import Between, Layer, Linear, Norm
+from jaxaccel.layers import Between, Joint, Layer, Linear, Norm
 
 PROJECTION = "mtp_projection"  # its name in `linear_shapes`
 
@@ -85,7 +86,7 @@ class Heads(nnx.Module):
     Args:
       config: shape of the decoder; a head's layer sees as far as the last of its group.
       mtp: how many heads, at least 1, and of which kind.
-      rngs, dot_general, attention, between: as of `Decoder`; the projection's matmul is named
+      rngs, dot_general, attention, between, joint: as of `Decoder`; the projection's matmul is named
         `mtp_projection`.
     """
 
@@ -98,10 +99,13 @@ class Heads(nnx.Module):
         dot_general: Callable | Mapping[str, Callable],
         attention: Callable,
         between: Between,
+        joint: Joint = Joint(),  # noqa: B008 (immutable)
     ):
         c, parts = config, {"rngs": rngs, "dot_general": dot_general, "between": between}
         self.join = Join(c, mtp, **parts) if mtp.kind == "sequential" else None
-        self.layer = Layer(c, c.windows[-1], stack=mtp.depth, attention=attention, **parts)
+        self.layer = Layer(
+            c, c.windows[-1], stack=mtp.depth, attention=attention, joint=joint, **parts
+        )
         norm = between.norm
         self.norm = Norm(c.width, "embed", stack=mtp.depth, epsilon=c.norm_epsilon, norm=norm)
         self.mtp = mtp
@@ -118,25 +122,25 @@ class Heads(nnx.Module):
         Args:
           hidden_BTD: the decoder's, after its last norm.
           embedded_BTD: the row's own tokens, embedded.
-          run: calls a head's layer.
+          run: calls a head's layer; a `jax.tree_util.Partial` if arrays come with it.
           scan: the decoder's loop over layers; what it recomputes of a layer, it does here.
 
         Returns:
           What the output head reads for token i + 1 + k at [k - 1, :, i].
         """
 
-        def following(carry, head):
+        def following(run, carry, head):
             hidden, embedded = carry
             embedded = jnp.pad(embedded[:, 1:], ((0, 0), (0, 1), (0, 0)))
             hidden = head.norm(run(head.layer, head.join(hidden, embedded)))
             return (hidden, embedded), hidden
 
-        def beside(hidden, heads):
+        def beside(run, hidden, heads):
             # A copy for each: a custom VJP cannot share a batch's one input between its parts.
             copies = jnp.broadcast_to(hidden, (self.mtp.depth, *hidden.shape))
             return hidden, jax.vmap(lambda head, x: head.norm(run(head.layer, x)))(heads, copies)
 
         if self.mtp.kind == "sequential":
-            return scan(following, (hidden_BTD, embedded_BTD), self)[1]
+            return scan(Partial(following, run), (hidden_BTD, embedded_BTD), self)[1]
         # A loop of one step: the scan then serves as for a layer.
-        return scan(beside, hidden_BTD, jax.tree.map(lambda x: x[None], self))[1][0]
+        return scan(Partial(beside, run), hidden_BTD, jax.tree.map(lambda x: x[None], self))[1][0]

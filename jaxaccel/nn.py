@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from jaxaccel import names
@@ -37,6 +38,7 @@ from jaxaccel.decoder_config import (
 from jaxaccel.layers import (
     Axes,
     Between,
+    Joint,
     Layer,
     Linear,
     NextValue,
@@ -54,6 +56,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Heads",
+    "Joint",
     "Layer",
     "Linear",
     "MtpConfig",
@@ -105,6 +108,11 @@ def mtp_shares(config: DecoderConfig, sequence: int, mtp: MtpConfig) -> tuple[fl
     return parameters - 1, flops - 1
 
 
+def take_rows(table_VD: Array, tokens_BT: Array) -> Array:
+    """Rows of a table that this device has whole."""
+    return jnp.take(table_VD, tokens_BT, axis=0)
+
+
 class Decoder(nnx.Module):
     """Embedding, layers, final norm; `head_VD` maps the result to logits.
 
@@ -118,7 +126,10 @@ class Decoder(nnx.Module):
         name of `linear_shapes`.
       attention: with `pallas_kernels.attention.attention`'s signature.
       between: norm and gated activation of the layers.
-      scan: the loop over layers, with `jax.lax.scan`'s first three arguments.
+      scan: the loop over layers, with `jax.lax.scan`'s first three arguments; its body is a
+        `jax.tree_util.Partial` over the arrays that every layer reads.
+      lookup: `(table [V, D], tokens [B, T]) -> [B, T, D]`, of the embedding.
+      joint: how a layer's linears are computed with other devices.
       constrain: `(x, logical axes) -> x`, to place activations on a mesh.
 
     Example:
@@ -140,9 +151,17 @@ class Decoder(nnx.Module):
         attention: Callable = attention_op.attention,
         between: Between = Between(),  # noqa: B008 (immutable)
         scan: Callable = jax.lax.scan,
+        lookup: Callable[[Array, Array], Array] = take_rows,
+        joint: Joint = Joint(),  # noqa: B008 (immutable)
         constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
     ):
-        c, parts = config, {"dot_general": dot_general, "attention": attention, "between": between}
+        c = config
+        parts = {
+            "dot_general": dot_general,
+            "attention": attention,
+            "between": between,
+            "joint": joint,
+        }
 
         def table():
             normal = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
@@ -163,7 +182,8 @@ class Decoder(nnx.Module):
         norm = between.norm
         self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
         self.heads = Heads(c, mtp, rngs=rngs, **parts) if mtp.depth else None
-        self.config, self.dtype, self.scan, self.constrain = c, dtype, scan, constrain
+        self.config, self.dtype, self.lookup = c, dtype, lookup
+        self.scan, self.constrain = scan, constrain
 
     @property
     def head_VD(self) -> Array:
@@ -172,7 +192,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens_BT: Array) -> Array:
         """Looks tokens up: [B, T] -> [B, T, D] in the compute dtype."""
-        x = jnp.take(self.embedding[...], tokens_BT, axis=0).astype(self.dtype)
+        x = self.lookup(self.embedding[...], tokens_BT).astype(self.dtype)
         return self.constrain(x, ("batch", "sequence", None))
 
     def rope(self, positions_BT: Array) -> tuple[Array, Array]:
@@ -222,10 +242,11 @@ class Decoder(nnx.Module):
         if self.heads is None:
             return hidden_BTD[None]
 
-        def run(layer: Layer, x_BTD: Array) -> Array:
+        def run(rope, segments_BT, layer: Layer, x_BTD: Array) -> Array:
             y_BTD = layer(names.tag(x_BTD, names.LAYER_INPUT), rope, segments_BT)
             return self.constrain(y_BTD, ("batch", "sequence", None))
 
+        run = Partial(run, rope, segments_BT)
         later_NBTD = self.heads(hidden_BTD, embedded_BTD, run, self.scan)
         return jnp.concatenate([hidden_BTD[None], later_NBTD])
 
@@ -236,12 +257,12 @@ class Decoder(nnx.Module):
             positions_BT = jnp.broadcast_to(row, tokens_BT.shape)
         rope = self.rope(positions_BT)
 
-        def group(x_BTD, layers):
+        def group(rope, segments_BT, x_BTD, layers):
             x_BTD = names.tag(x_BTD, names.LAYER_INPUT)
             for layer in layers:
                 x_BTD = layer(x_BTD, rope, segments_BT)
             return self.constrain(x_BTD, ("batch", "sequence", None)), None
 
         embedded_BTD = self.embed(tokens_BT)
-        x_BTD, _ = self.scan(group, embedded_BTD, self.layers)
+        x_BTD, _ = self.scan(Partial(group, rope, segments_BT), embedded_BTD, self.layers)
         return self.final_norm(x_BTD), embedded_BTD, rope

@@ -4,11 +4,13 @@ A mesh has named axes; a model's arrays have named dimensions ("logical axes"); 
 below say which mesh axes a dimension is cut over. Parameters, optimizer state, batch,
 activations and checkpoints all take their sharding from here.
 
-  data    copies of the model, unlike rows of the batch
-  fsdp    unlike rows of the batch, and parameters cut along their width (ZeRO-3)
-  tensor  heads, MLP and vocabulary cut (Megatron)
+  data      copies of the model, unlike rows of the batch
+  fsdp      unlike rows of the batch, and parameters cut along their width (ZeRO-3)
+  sequence  unlike positions of one row, and parameters cut along their width as well
+  tensor    heads, MLP and vocabulary cut (Megatron)
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,17 +20,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import manual_axes
+from pallas_kernels.attention import Mask
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
+TOKEN_AXES = (*BATCH_AXES, "sequence")  # along these, devices have unlike tokens
 
 Rules = Mapping[str, tuple[str, ...]]
 
 RULES: Rules = {
     "batch": BATCH_AXES,
-    "sequence": (),
+    "sequence": ("sequence",),
     "layers": (),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "sequence"),
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -53,7 +57,7 @@ def parse_mesh(text: str, devices: int) -> dict[str, int]:
 
     Example:
       >>> parse_mesh("data=2,tensor=4", 8)
-      {'data': 2, 'fsdp': 1, 'tensor': 4}
+      {'data': 2, 'fsdp': 1, 'sequence': 1, 'tensor': 4}
     """
     sizes = dict.fromkeys(AXES, 1)
     if not text:
@@ -69,7 +73,7 @@ def parse_mesh(text: str, devices: int) -> dict[str, int]:
             )
         seen.add(axis)
         sizes[axis] = int(size)
-    product = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    product = math.prod(sizes.values())
     if product != devices:
         raise ValueError(f"mesh {text!r} has {product} places, but there are {devices} devices")
     return sizes
@@ -107,7 +111,7 @@ def spec(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:
       ValueError: a name without a rule, or two dimensions that want one mesh axis.
 
     Example:
-      >>> spec(("embed", "mlp")) == PartitionSpec("fsdp", "tensor")
+      >>> spec(("embed", "mlp")) == PartitionSpec(("fsdp", "sequence"), "tensor")
       True
     """
     used: dict[str, str] = {}
@@ -164,15 +168,15 @@ def sharding(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a [batch, ...] array: rows over `data` and `fsdp`, the rest whole.
+    """Of a [batch, positions, ...] array: rows over `data` and `fsdp`, positions over `sequence`.
 
     Args:
-      mesh: with both axes.
+      mesh: with these axes.
 
     Returns:
-      A `NamedSharding` for any number of dimensions from one up.
+      A `NamedSharding` for any number of dimensions from two up.
     """
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    return NamedSharding(mesh, spec(("batch", "sequence")))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -210,9 +214,9 @@ def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Calla
     Left to XLA's partitioner, a Pallas kernel is a black box whose operands it would gather.
 
     Args:
-      attention: `(q [B, T, H, D], k, v [B, S, K, D], mask=) -> [B, T, H, D]`; the mask a pytree
-        of arrays [B, ...].
-      mesh: with `data`, `fsdp` and `tensor`.
+      attention: `(q [B, T, H, D], k, v [B, T, K, D], mask=) -> [B, T, H, D]`, with a mask of
+        `pallas_kernels.attention` that has no offset of its own.
+      mesh: with every axis of `AXES`. Along `sequence` keys and values are gathered.
       kv_heads: K. If it does not divide by `tensor`, the partitioner has to do.
 
     Returns:
@@ -220,15 +224,19 @@ def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Calla
     """
     if mesh.size == 1 or kv_heads % mesh.shape["tensor"]:
         return attention
-    rows, heads = spec(("batch",)), spec(("batch", "sequence", "heads", None))
+    queries, keys = spec(("batch", "sequence", "heads", None)), spec(("batch", None, "heads", None))
 
-    def attend(q: Array, k: Array, v: Array, *, mask: PyTree[Array]) -> Array:
-        return jax.shard_map(
-            lambda q, k, v, mask: attention(q, k, v, mask=mask),
-            mesh=mesh,
-            in_specs=(heads, heads, heads, jax.tree.map(lambda _: rows, mask)),
-            out_specs=heads,
-        )(q, k, v, mask)
+    def attend(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+        def here(q, k, v, q_segments, k_segments):
+            here = dataclasses.replace(mask, q_segments=q_segments, k_segments=k_segments)
+            if mesh.shape["sequence"] > 1:  # the first query's place among all keys
+                place = jax.lax.axis_index("sequence") * q.shape[1]
+                here = dataclasses.replace(here, offset=place)
+            return attention(q, k, v, mask=here)
+
+        specs = queries, keys, keys, spec(("batch", "sequence")), spec(("batch",))
+        run = jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=queries)
+        return run(q, k, v, mask.q_segments, mask.k_segments)
 
     return attend
 

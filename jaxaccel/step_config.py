@@ -6,7 +6,7 @@ configuration becomes those values. `train_step` puts them together.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -14,13 +14,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxaccel import fp8, fp8_fused, losses, nn, remat, sharding
+from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, remat, sharding
 from jaxaccel.fp8 import Quantized, Scaling
 from jaxaccel.nn import Between, Decoder, DecoderConfig, MtpConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.remat import Policy
 from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
 from pallas_kernels.swiglu import swiglu, swiglu_fp8
+
+# What hides behind compute, and along which axes of the mesh it travels; see `overlap`.
+OVERLAPS: dict[str, tuple[str, ...]] = {
+    "fsdp-prefetch": ("fsdp", "sequence"),
+    "buckets": ("data",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +44,56 @@ class StepConfig:
     fp8_layers: str = "*"  # shell patterns of names in `nn.linear_shapes`, comma-separated
     fp8_scaling: Scaling = Scaling()
     mtp: MtpConfig = MtpConfig()
+    overlap: str = "none"  # or names of `OVERLAPS`, comma-separated
 
     def __post_init__(self):
-        remat.parse(self.remat)
+        segmented = remat.parse(self.remat)[1]
+        if self.techniques and segmented:
+            raise ValueError(
+                f"overlap {self.overlap!r} and remat {self.remat!r} do not combine: the loop that "
+                "overlaps takes a layer at a time; choose a policy without sqrt"
+            )
         if not 0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss is {self.z_loss}; it must be 0 or more, and finite")
         if not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
+
+    @property
+    def techniques(self) -> frozenset[str]:
+        """The names that `overlap` lists."""
+        listed = frozenset(name.strip() for name in self.overlap.split(","))
+        if listed == {"none"}:
+            return frozenset()
+        if unknown := listed - OVERLAPS.keys():
+            raise ValueError(
+                f"cannot read {', '.join(map(repr, sorted(unknown)))} of overlap {self.overlap!r}; "
+                f"write none, or several of {', '.join(OVERLAPS)}"
+            )
+        return listed
+
+
+def check_overlap(config: StepConfig, sizes: Mapping[str, int]) -> None:
+    """Refuses a technique whose mesh axes have one device.
+
+    Args:
+      config: of the step.
+      sizes: of the mesh, by axis.
+
+    Raises:
+      ValueError: such a technique, and the axes it would need.
+    """
+    for name in sorted(config.techniques):
+        if all(sizes[axis] == 1 for axis in OVERLAPS[name]):
+            raise ValueError(
+                f"overlap {name!r} hides what travels along {' or '.join(OVERLAPS[name])}, of which "
+                f"the mesh has one device; make it longer, say {OVERLAPS[name][0]}=2, or leave "
+                f"{name!r} out"
+            )
+
+
+def merge(total: tuple, part: tuple) -> tuple:
+    """Sums of two micro-batches: `((nll, gradients), fp8)`; FP8 state merges by maximum."""
+    return accumulate.add(total[0], part[0]), jax.tree.map(jnp.maximum, total[1], part[1])
 
 
 def matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
@@ -57,9 +106,15 @@ def matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> di
     return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
 
 
-def between(model: DecoderConfig, config: StepConfig, mesh: Mesh) -> tuple[Between, Between]:
-    """Norm and activation on each device's rows: plain ones, and those that cast to FP8."""
-    on_shards = functools.partial(sharding.rows_on_shards, mesh=mesh)
+def between(model: DecoderConfig, config: StepConfig, mesh: Mesh | None) -> tuple[Between, Between]:
+    """Norm and activation: plain ones, and those that cast to FP8.
+
+    With a mesh, on each device's rows; without, for where a device sees no other rows anyway.
+    """
+
+    def on_shards(op, **kwargs):
+        return op if mesh is None else sharding.rows_on_shards(op, mesh, **kwargs)
+
     plain = Between(on_shards(nn.rms_norm), on_shards(nn.gated(model.activation), last="mlp"))
     if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
         return plain, plain  # the scale is not known beforehand
@@ -79,9 +134,9 @@ def loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
     words = "tensor" if mesh.shape["tensor"] > 1 else None
 
     def here(hidden, head, labels):
-        head = jax.lax.all_gather(head, "fsdp", axis=1, tiled=True)
+        head = jax.lax.all_gather(head, sharding.RULES["embed"], axis=1, tiled=True)
         sums = loss(hidden, head, labels, axis_name=words)
-        return jax.lax.psum(sums, sharding.BATCH_AXES)
+        return jax.lax.psum(sums, sharding.TOKEN_AXES)
 
     rows = sharding.spec(("batch", "sequence"))
     head = sharding.spec(("vocab" if words else None, "embed"))

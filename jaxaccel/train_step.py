@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, fp8, losses, nn, precision, remat, sharding, step_config
+from jaxaccel import accumulate, explicit, fp8, losses, nn, precision, remat, sharding, step_config
 from jaxaccel.fp8 import DelayedState
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale
@@ -198,42 +198,40 @@ def make_train_step(
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     cross_entropy = step_config.loss_on_shards(config.z_loss, mesh)
     inputs = lambda batch: {f"{key}_BT": batch[key] for key in ("segments", "positions")}
-    labels = lambda batch: losses.ahead_labels(batch["labels"], batch["segments"], config.mtp.depth)
+
+    def look_ahead(batch: Batch) -> Batch:  # labels of every prediction
+        labels = losses.ahead_labels(batch["labels"], batch["segments"], config.mtp.depth)
+        return {key: batch[key] for key in BATCH_KEYS} | {"labels": labels}
 
     def loss_sums(decoder: Decoder, batch: Batch) -> losses.LossSums:
         hidden = decoder.ahead(batch["tokens"], **inputs(batch))
-        return cross_entropy(hidden, decoder.head_VD, labels(batch))
+        return cross_entropy(hidden, decoder.head_VD, batch["labels"])
 
     # 4. Gradients over micro-batches. Each is divided by the token counts of the whole batch,
     #    so their sum is the large batch's gradient, ragged or not. Weights are cast to FP8 once
     #    for all of them; FP8 state, whose gradient is its next value, merges by maximum.
-    def gradients(build, state: TrainState, batch: Batch, counts: Array):
-        graphdef = split(build)[0]
-        loss_weights = step_config.loss_weights(config.mtp, state.step) / counts
-        weights = []
+    def partitioned(build, params, fp8_state, batch: Batch, weights: Array):
+        graphdef, kernels = split(build)[0], []
         if config.micro_batches > 1:
-            weights = step_config.fp8_weights(nnx.merge(graphdef, state.params, state.fp8))
+            kernels = step_config.fp8_weights(nnx.merge(graphdef, params, fp8_state))
 
         def objective(params, fp8_state, part: Batch):
             decoder = nnx.merge(graphdef, params, fp8_state)
-            for linear, weight in zip(step_config.linears(decoder), weights):
-                linear.prepared = None if weight is None else nn.Prepared(weight)
+            for linear, kernel in zip(step_config.linears(decoder), kernels):
+                linear.prepared = None if kernel is None else nn.Prepared(kernel)
             sums = loss_sums(decoder, part)
-            return (sums.objective * loss_weights).sum() * state.loss_scale.scale, sums.nll
+            return (sums.objective * weights).sum(), sums.nll
 
         def gradient(part: Batch):
             with_value = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-            (_, nll), (grads, fp8_next) = with_value(state.params, state.fp8, part)
+            (_, nll), (grads, fp8_next) = with_value(params, fp8_state, part)
             return (nll, grads), fp8_next
 
-        def combine(total, part):
-            return (
-                accumulate.add(total[0], part[0]),
-                jax.tree.map(jnp.maximum, total[1], part[1]),
-            )
+        return accumulate.accumulate(gradient, batch, config.micro_batches, step_config.merge)
 
-        batch = {key: batch[key] for key in BATCH_KEYS}
-        sums, fp8_next = accumulate.accumulate(gradient, batch, config.micro_batches, combine)
+    def gradients(take, state: TrainState, batch: Batch, counts: Array):
+        weights = step_config.loss_weights(config.mtp, state.step) / counts * state.loss_scale.scale
+        sums, fp8_next = take(state.params, state.fp8, batch, weights)
         return sums, fp8.settle(state.fp8, fp8_next)
 
     def count_tokens(batch: Batch) -> tuple[Array, Array]:  # int32 [], and float32 [N]
@@ -244,16 +242,23 @@ def make_train_step(
                 f"{shards} devices x {config.micro_batches} micro-batches; "
                 f"legal are multiples of {unit}"
             )
-        tokens = jnp.sum(labels(batch) != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
+        tokens = jnp.sum(batch["labels"] != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
         return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
+    take = functools.partial(partitioned, build)
+    if config.techniques:
+        step_config.check_overlap(config, mesh.shape)
+        take = explicit.make_gradients(model, config, mesh, params_sharding, attend, dots)
+
     def warm_up(state: TrainState, batch: Batch) -> TrainState:
-        _, fp8_state = gradients(build_cold, state, batch, count_tokens(batch)[1])
+        batch, take = look_ahead(batch), functools.partial(partitioned, build_cold)
+        _, fp8_state = gradients(take, state, batch, count_tokens(batch)[1])
         return dataclasses.replace(state, fp8=fp8_state)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        batch = look_ahead(batch)
         tokens, counts = count_tokens(batch)
-        (nll, grads), fp8_state = gradients(build, state, batch, counts)
+        (nll, grads), fp8_state = gradients(take, state, batch, counts)
         mean = nll / counts
         scale = state.loss_scale.scale
 

@@ -4,6 +4,8 @@ JAX checks that loops and custom derivatives agree on it. What a function makes 
 for a sum say, is the same on all devices until it is marked otherwise.
 """
 
+from collections.abc import Iterable
+
 import jax
 from jaxtyping import Array
 
@@ -20,6 +22,20 @@ def varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def vary(x: Array, axes: Iterable[str]) -> Array:
+    """Marks `x` as varying along these axes too: its gradient is then each device's own.
+
+    Args:
+      x: any array.
+      axes: of an enclosing `jax.shard_map`.
+
+    Returns:
+      The same values.
+    """
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def vary_alike(*xs: Array) -> tuple[Array, ...]:
     """Marks arrays as varying along all the axes that one of them varies along.
 
@@ -33,5 +49,4 @@ def vary_alike(*xs: Array) -> tuple[Array, ...]:
       The same values.
     """
     axes = frozenset().union(*map(varying, xs))
-    missing = [tuple(axes - varying(x)) for x in xs]
-    return tuple(jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(xs, missing))
+    return tuple(vary(x, axes) for x in xs)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from pallas_kernels import manual_axes
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.mask import Mask, MaskArrays, split
 from pallas_kernels.attention.xla import Options
@@ -94,6 +95,7 @@ def attention(
     scale = depth**-0.5 if scale is None else float(scale)
     options = Options(band, scale, logits_soft_cap)
     dispatch.refuse(implementation, q_BTHD, v_BSKE)
+    q_BTHD, k_BSKD, v_BSKE = manual_axes.vary_alike(q_BTHD, k_BSKD, v_BSKE)
     if implementation is None and dispatch.cudnn_serves(
         options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays, return_lse
     ):

@@ -14,22 +14,23 @@ from jaxaccel import optim, sharding
 @pytest.mark.parametrize(
     ("text", "devices", "sizes"),
     [
-        ("", 1, (1, 1, 1)),
-        ("", 8, (1, 8, 1)),
-        ("fsdp=8", 8, (1, 8, 1)),
-        ("data=2,fsdp=2,tensor=2", 8, (2, 2, 2)),
-        ("tensor=2, fsdp=4", 8, (1, 4, 2)),
-        (" data = 3 ", 3, (3, 1, 1)),
+        ("", 1, (1, 1, 1, 1)),
+        ("", 8, (1, 8, 1, 1)),
+        ("fsdp=8", 8, (1, 8, 1, 1)),
+        ("data=2,fsdp=2,tensor=2", 8, (2, 2, 1, 2)),
+            ("sequence=4,data=2", 8, (2, 1, 4, 1)),
+        ("tensor=2, fsdp=4", 8, (1, 4, 1, 2)),
+        (" data = 3 ", 3, (3, 1, 1, 1)),
     ],
 )
 def test_meshes_are_read(text, devices, sizes):
-    assert sharding.parse_mesh(text, devices) == dict(zip(("data", "fsdp", "tensor"), sizes))
+    assert sharding.parse_mesh(text, devices) == dict(zip(sharding.AXES, sizes))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model=8", r"'model=8'.*data, fsdp, tensor"),
+        ("model=8", r"'model=8'.*data, fsdp, sequence, tensor"),
         ("fsdp", "'fsdp'"),
         ("fsdp=", "'fsdp='"),
         ("fsdp=0", "'fsdp=0'"),
@@ -50,7 +51,7 @@ def test_a_mesh_that_cannot_be_is_refused_in_one_line(text, message):
 
 def test_a_mesh_has_the_axes_in_order():
     mesh = sharding.make_mesh(sharding.parse_mesh("tensor=2,data=4", 8))
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2} and mesh.size == 8
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 2} and mesh.size == 8
     one = sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices()[3:4])
     assert one.devices.ravel().tolist() == [jax.devices()[3]]
 
@@ -59,11 +60,11 @@ def test_a_mesh_has_the_axes_in_order():
     ("axes", "want"),
     [
         ((), P()),
-        (("embed", "mlp"), P("fsdp", "tensor")),
-        (("vocab", "embed"), P("tensor", "fsdp")),
-        (("layers", "heads", "embed"), P(None, "tensor", "fsdp")),
+        (("embed", "mlp"), P(("fsdp", "sequence"), "tensor")),
+        (("vocab", "embed"), P("tensor", ("fsdp", "sequence"))),
+        (("layers", "heads", "embed"), P(None, "tensor", ("fsdp", "sequence"))),
         (("layers", None), P(None, None)),
-        (("batch", "sequence", None), P(("data", "fsdp"), None, None)),
+        (("batch", "sequence", None), P(("data", "fsdp"), "sequence", None)),
     ],
 )
 def test_logical_axes_become_mesh_axes(axes, want):
@@ -145,7 +146,7 @@ def test_codes_and_scales_lie_like_their_parameter():
     moments = got.inner_state.nu
     for name in ("even", "shared", "flat"):
         assert moments[name].codes == cut
-    assert moments["even"].scale.spec == P("tensor", "fsdp")
+    assert moments["even"].scale.spec == P("tensor", ("fsdp", "sequence"))
     assert moments["shared"].scale.spec == P("tensor", None)  # two blocks over four
     assert moments["flat"].scale == spec()
     assert isinstance(moments["masked"], optax.MaskedNode)

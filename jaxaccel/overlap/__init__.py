@@ -1,0 +1,5 @@
+"""Collectives that run while something else computes; each function serves in any `shard_map`."""
+
+from jaxaccel.overlap.fsdp import prefetch_scan
+
+__all__ = ["prefetch_scan"]
