@@ -44,32 +44,34 @@ class Seeded(NamedTuple):
 class Rule(NamedTuple):
     """How one parameter becomes what a layer reads, and its gradient that of its shard."""
 
-    axes: tuple[str | None, ...]  # logical, of `RULES`
-    dtype: Any  # matrices are gathered in
+    axes: tuple[str | None, ...]  # logical, of `RULES`; `embed` is gathered
+    dtype: Any  # that matrices are gathered in
+    tokens: tuple[str, ...]  # axes along which devices have unlike tokens
     last: bool  # of the micro-batches: gradients are summed over `data` as well
-    gathered: bool = True  # else each device uses its shard, for everybody's tokens
 
     def dim(self, ndim: int) -> int | None:
         """Which dim is gathered; a loop over layers has taken the leading ones."""
         here = self.axes[len(self.axes) - ndim :]
         return here.index("embed") if "embed" in here else None
 
+    def parts(self) -> tuple[str, ...]:
+        """Axes, besides those gathered over, along which devices have parts of the gradient."""
+        cut = {axis for name in self.axes if name for axis in sharding.RULES[name]}
+        return tuple(axis for axis in self.tokens if axis not in cut)
+
     def gather(self, shard: Array) -> Array:
         """The parameter, whole but for what `tensor` cuts."""
-        if not self.gathered:
-            return manual_axes.vary(shard, (DATA,))
         x = shard.astype(self.dtype) if shard.ndim > 1 else shard
         if (dim := self.dim(x.ndim)) is not None:
             x = jax.lax.all_gather(x, SHARDS, axis=dim, tiled=True)
-        return manual_axes.vary(x, sharding.TOKEN_AXES)
+        return manual_axes.vary(x, self.parts())
 
     def reduce(self, gradient: Array, total: Array | None) -> Array:
-        """The gradient of the shard."""
+        """The gradient of the shard, float32."""
         g = gradient
-        if self.gathered and (dim := self.dim(g.ndim)) is not None:
+        if (dim := self.dim(g.ndim)) is not None:
             g = jax.lax.psum_scatter(g, SHARDS, scatter_dimension=dim, tiled=True)
-        elif self.gathered:
-            g = jax.lax.psum(g, SHARDS)
+        g = jax.lax.psum(g, tuple(axis for axis in self.parts() if axis != DATA))
         g = g.astype(jnp.float32)
         if total is not None:
             g = g + total
@@ -104,29 +106,46 @@ def _parameters(function: Callable, tree: PyTree, *more: PyTree) -> PyTree:
     return jax.tree.map(one, tree, *more, is_leaf=is_variable)
 
 
-def lookup(dtype: Any, table: Array, tokens_BT: Array) -> Array:
-    """Embeddings of this device's tokens, from a table cut over words and over width.
+class Split(NamedTuple):
+    """How the devices of `tensor` share the activations between a layer's matmuls.
 
-    Each device looks up everybody's tokens in its own part, and all exchange what they found: as
-    many bytes as the result has, where a gathered table would be the whole vocabulary. The
-    table's gradient stays where its shard is.
+    The matmuls are cut by columns, then by rows (Megatron). Between them every device of the axis
+    has all positions, and computes norms as all others do; or, with sequence parallelism
+    (arXiv:2205.05198, section 3), its own positions alone.
     """
-    everyone = jax.lax.all_gather(tokens_BT, SHARDS)
-    row = everyone - jax.lax.axis_index(TENSOR) * table.shape[0]
-    mine = (row >= 0) & (row < table.shape[0])
-    found = jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0).astype(dtype)
-    found = jax.lax.all_to_all(found, SHARDS, 0, found.ndim - 1, tiled=True)[0]
-    return jax.lax.psum(found, TENSOR)
 
+    positions: bool
 
-def tensor_parallel() -> Joint:
-    """Matmuls by columns, then by rows, summed over `tensor` (Megatron)."""
+    def enter(self, x: Any, dim: int = 1) -> Any:
+        """What matmuls by columns read: all positions (dim `dim`), of which each has a part."""
+        if not self.positions:
+            return jax.tree.map(lambda x: manual_axes.vary(x, (TENSOR,)), x)
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, TENSOR, axis=dim, tiled=True), x)
 
-    def enter(x, linears):
-        x = jax.tree.map(lambda x: manual_axes.vary(x, (TENSOR,)), x)
-        return [linear(x) for linear in linears]
+    def leave(self, y: Array) -> Array:
+        """The sum over devices of what matmuls by rows found."""
+        if not self.positions:
+            return jax.lax.psum(y, TENSOR)
+        return jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True)
 
-    return Joint(enter, lambda x, linear: jax.lax.psum(linear(x), TENSOR))
+    def joint(self) -> Joint:
+        """For `Layer`."""
+        enter = lambda x, linears: [linear(y) for y in [self.enter(x)] for linear in linears]
+        return Joint(enter, lambda x, linear: self.leave(linear(x)))
+
+    def lookup(self, dtype: Any, table: Array, tokens_BT: Array) -> Array:
+        """Embeddings of this device's tokens, from a table cut over words and over width.
+
+        Each device looks up everybody's tokens in its own part, and all exchange what they found:
+        as many bytes as the result has, where a gathered table would be the whole vocabulary. The
+        table's gradient stays where its shard is.
+        """
+        everyone = jax.lax.all_gather(tokens_BT, SHARDS)
+        row = everyone - jax.lax.axis_index(TENSOR) * table.shape[0]
+        mine = (row >= 0) & (row < table.shape[0])
+        found = jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0).astype(dtype)
+        found = jax.lax.all_to_all(found, SHARDS, 0, found.ndim - 1, tiled=True)[0]
+        return self.leave(found)
 
 
 def make_gradients(
@@ -159,6 +178,8 @@ def make_gradients(
         )
     bucketed = "buckets" in config.techniques
     ahead = bucketed or "fsdp-prefetch" in config.techniques
+    split = Split("sequence" in config.techniques)
+    tokens = (*sharding.TOKEN_AXES, *[TENSOR] * split.positions)
     dtype = precision.COMPUTE_DTYPES[config.precision]
     build = functools.partial(
         Decoder,
@@ -168,46 +189,49 @@ def make_gradients(
         dot_general=dots,
         attention=attend,
         between=step_config.between(model, config, None)[1],
-        lookup=functools.partial(lookup, dtype),
-        joint=tensor_parallel(),
+        lookup=functools.partial(split.lookup, dtype),
+        joint=split.joint(),
     )
     abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     graph = nnx.split(abstract, nnx.Param, nn.NextValue)[0]
 
     def run(last: bool, decoder: Decoder, batch: Mapping[str, Array]) -> losses.LossSums:
         """This device's share of the loss; each parameter of the decoder is a `Seeded`."""
-        rule = functools.partial(Rule, dtype=dtype, last=last)
+        rule = functools.partial(Rule, dtype=dtype, tokens=tokens, last=last)
         whole = functools.partial(_parameters, lambda axes, x: rule(axes)(x))
         unseed = lambda field: functools.partial(_parameters, lambda axes, x: getattr(x, field))
         head = [decoder.embedding if decoder.head is None else decoder.head]
 
         def scan(body, carry, xs):
-            layer = remat.checkpoint(body.func, config.remat, prevent_cse=False)
-            if not ahead:
-                turn = lambda carry, x: layer(*body.args, carry, whole(x))
-                return jax.lax.scan(turn, carry, xs)
-            after = head if xs is decoder.layers else []
-            seeded = xs, after
-            carry, ys, after = overlap.prefetch_scan(
-                Partial(layer, *body.args),
-                carry,
-                *unseed("shard")(seeded),
-                gather=functools.partial(_parameters, lambda axes, x: rule(axes).gather(x)),
-                reduce=functools.partial(
-                    _parameters, lambda axes, x, total: rule(axes).reduce(x, total)
-                ),
-                totals=unseed("total")(seeded),
-            )
-            head[:] = after or head
+            stack, layer = xs is decoder.layers, body.func
+            if not ahead:  # gathered where it is used, and again where that is repeated
+                layer = lambda *args, layer=layer: layer(*args[:-1], whole(args[-1]))
+            kept = remat.checkpoint(layer, config.remat, prevent_cse=False)
+            body, loop = Partial(kept, *body.args), jax.lax.scan
+            if ahead:
+                seeded = xs, head if stack else []
+                loop = functools.partial(
+                    overlap.prefetch_scan,
+                    after=unseed("shard")(seeded[1]),
+                    gather=functools.partial(_parameters, lambda axes, x: rule(axes).gather(x)),
+                    reduce=functools.partial(
+                        _parameters, lambda axes, x, total: rule(axes).reduce(x, total)
+                    ),
+                    totals=unseed("total")(seeded),
+                )
+                xs = unseed("shard")(xs)
+            if "domino" in config.techniques and stack:
+                loop = functools.partial(overlap.domino_scan, loop)
+            carry, ys, *after = loop(body, carry, xs)
+            head[:] = after[0] if ahead and stack else head
             return carry, ys
 
         decoder.scan = scan
         decoder.final_norm = whole(decoder.final_norm)
-        decoder.embedding = _parameters(
-            lambda axes, x: rule(axes, gathered=False)(x), decoder.embedding
-        )
+        table = Rule(("vocab", None), jnp.float32, (DATA,), last)  # see `Split.lookup`
+        decoder.embedding = _parameters(lambda _, x: table(x), decoder.embedding)
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
-        hidden = decoder.ahead(batch["tokens"], **places)
+        hidden = split.enter(decoder.ahead(batch["tokens"], **places), dim=2)
         head = head if ahead else whole(head)
         return losses.ahead_cross_entropy(
             hidden, head[0].get_value(), batch["labels"], z_loss=config.z_loss, axis_name=TENSOR

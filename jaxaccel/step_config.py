@@ -26,6 +26,8 @@ from pallas_kernels.swiglu import swiglu, swiglu_fp8
 OVERLAPS: dict[str, tuple[str, ...]] = {
     "fsdp-prefetch": ("fsdp", "sequence"),
     "buckets": ("data",),
+    "domino": ("tensor",),
+    "sequence": ("tensor",),
 }
 
 
