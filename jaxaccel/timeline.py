@@ -30,7 +30,7 @@ import numpy as np
 
 from jaxaccel import hlo, hlo_bytes
 from jaxaccel.cost import CostModel
-from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
+from jaxaccel.hlo import FREE, Computation, Instruction, Module
 
 __all__ = [
     "HOST_COPY",
@@ -165,12 +165,7 @@ def _transfer(
         rate = model.target.gpu.pcie_bandwidth * model.link_efficiency
         return float(copied), copied / rate + model.kernel_latency
     members = group(node, module.devices)
-    received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
-    if len(node.shapes) == len(node.operands):
-        received = node.shapes  # an all-reduce's start returns its results alone
-    payload = max(
-        sum(where.instructions[o].bytes for o in node.operands), sum(s.bytes for s in received)
-    )
+    payload = hlo_bytes.whole(where, node)
     per_node = max(
         sum(m // model.target.gpus_per_node == k for m in members)
         for k in {m // model.target.gpus_per_node for m in members}
@@ -182,15 +177,9 @@ def _crosses(
     module: Module, where: Computation, node: Instruction
 ) -> tuple[str, Instruction, Computation] | None:
     """(kind, the transfer, where it stands) if an instruction is one, perhaps wrapped."""
-    base = node.opcode.removesuffix("-start")
-    if base in COLLECTIVES:
-        return base, node, where
-    if base in ("fusion", "async") and node.called:
-        inner = module.computations[node.called[0]]
-        for each in inner.instructions.values():
-            if each.opcode in COLLECTIVES:
-                return each.opcode, each, inner
-    if base in ("fusion", "copy"):
+    if found := hlo_bytes.collective(module, where, node):
+        return found
+    if node.opcode.removesuffix("-start") in ("fusion", "copy"):
         touched = [*node.shapes, *(s for o in node.operands for s in where.instructions[o].shapes)]
         if any(shape.host for shape in touched):
             return HOST_COPY, node, where
