@@ -53,7 +53,7 @@ def modelled_seconds(
       >>> model = CostModel(target("h200x8"))
       >>> of = modelled_seconds(model, "all_gather_matmul", 8192, 4096, 7168, 8)
       >>> {form: round(1e6 * seconds) for form, seconds in of.items()}  # microseconds
-      {'plain': 868, 'chunked': 844, 'chunked:4': 803, 'ring': 752, 'bidirectional': 752}
+      {'plain': 868, 'chunked': 844, 'chunked:4': 803, 'ring': 752, 'bidirectional': 810}
     """
     if operation not in OPERATIONS:
         raise ValueError(f"operation is {operation!r}; legal: {', '.join(OPERATIONS)}")
@@ -69,13 +69,14 @@ def modelled_seconds(
     dx, dw = lambda m: matmul(m, columns, inner), lambda m: matmul(inner, m, columns)
     block = rows // devices
 
-    def gathered(kind: str, count: int, width: int, work: Callable, out: int) -> float:
+    def gathered(kind: str, count: int, width: int, work: Callable, cut: int) -> float:
+        """`cut`: columns of what is put in order, or taken part by part."""
         if kind in RINGS:
             hop = count * sent("collective-permute", block // count * width)
             used = count * work(block // count)
-            return (devices - 1) * max(hop, used) + used + passed(2 * rows * out)
+            return (devices - 1) * max(hop, used) + used + count * passed(2 * rows * cut)
         arrival, used = sent("all-gather", rows * width // count), work(rows // count)
-        order = passed(2 * rows * out) if count > 1 else 0.0
+        order = passed(2 * rows * cut) if count > 1 else 0.0
         return arrival + (count - 1) * max(arrival, used) + used + order
 
     def reduced(collective: str, count: int, made: float, order: float) -> float:
@@ -99,19 +100,19 @@ def modelled_seconds(
             case "matmul_reduce_scatter", False:
                 return scattered(kind, count)
             case "matmul_reduce_scatter", True:
-                return gathered(kind, count, columns, lambda m: dx(m) + dw(m), inner)
+                return gathered(kind, count, columns, lambda m: dx(m) + dw(m), 2 * inner)  # x, dx
             case _, False:
                 made = matmul(rows, inner, columns // count)
                 return reduced("all-reduce", count, made, passed(2 * rows * columns))
             case _:
                 return dx(rows) + dw(rows)
 
-    cut = columns if operation == "matmul_all_reduce" else block
+    divided = columns if operation == "matmul_all_reduce" else block
     forms = {form: parse(form) for form in (*_CHOICES, "bidirectional")}
     return {
         form: seconds(kind, count)
         for form, (kind, count) in forms.items()
-        if cut % count == 0 and not (operation == "matmul_all_reduce" and kind in RINGS)
+        if divided % count == 0 and not (operation == "matmul_all_reduce" and kind in RINGS)
     }
 
 

@@ -103,59 +103,52 @@ def _shift(form: Form, tree: Any, step: int) -> Any:
     return on_rows(form, lambda x: lax.ppermute(x, form.axis, pairs), tree)
 
 
-def gathered(form: Form, x: Any, use: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+def gathered(form: Form, x: Any, use: Callable[..., tuple[Any, Array]]) -> tuple[Any, Array]:
     """Uses all devices' rows part by part as they arrive, each under the next one's transfer.
 
     Args:
       form: how x travels.
       x: this device's rows: an array, or a tree of which arrays with as many dims travel.
       use: of (carry, rows, part, block), the last two as in `select`; returns the carry and
-        the arrays that are wanted of these rows. The first carry is None.
+        what it makes of these rows. The first carry is None.
 
     Returns:
-      The last carry; and the arrays, for all devices' rows in their order.
+      The last carry; and what was made, of all devices' rows in their order.
     """
     turns, me = RINGS.get(form.kind, ()), lax.axis_index(form.axis)
+    steps = form.devices if turns else form.parts
     arrived, waiting = [_own(form, x, part) for part in range(form.parts)], []
     if not turns:
         arrived, waiting = [gather(form, arrived[0])], arrived[1:]
         if waiting:  # tied, or XLA would combine the gathers into one
             arrived, waiting = tie((arrived, waiting))
-    steps = form.devices if turns else form.parts
-    carry, outs = None, []
+    carry, made = None, []
     for step in range(steps):
-        if turns:
-            following = [_shift(form, rows, turn) for rows, turn in zip(arrived, turns)]
-            places = [(part, (me - turn * step) % form.devices) for part, turn in enumerate(turns)]
-        else:
-            following, places = [gather(form, rows) for rows in waiting[:1]], [(step, None)]
-        out = []
+        coming, now = [], []
+        if step < steps - 1:  # a ring's hop, or the next part's gather
+            hops = zip(arrived, turns)
+            coming = [_shift(form, *hop) for hop in hops] or [gather(form, waiting[0])]
+        places = [(part, (me - turn * step) % form.devices) for part, turn in enumerate(turns)]
+        places = places or [(step, None)]
         for rows, place in zip(arrived, places):
-            carry, each = use(carry, rows, *place)
-            out.append(each)
-        if step < steps - 1:
-            carry, out, arrived, waiting = tie((carry, out, following, waiting[1:]))
-        outs.append(out)
+            carry, out = use(carry, rows, *place)
+            now.append(out)
+        if coming:
+            carry, now, arrived, waiting = tie((carry, now, coming, waiting[1:]))
+        made.append(now)
+    if turns:
+        parts = [_unrolled(form, [now[i] for now in made], turn) for i, turn in enumerate(turns)]
+    else:
+        parts = [out for (out,) in made]
+    cut = [_cut(form, part, form.devices, -1) for part in parts]
+    return carry, _merge(form, jnp.stack(cut, axis=form.dim + 1), 3)
 
-    def in_order(*parts: Array) -> Array:
-        """Of each part all devices' rows; to all rows."""
-        cut = [_cut(form, part, form.devices, -1) for part in parts]
-        return _merge(form, jnp.stack(cut, axis=form.dim + 1), 3)
 
-    def unrolled(turn: int, *blocks: Array) -> Array:
-        """Blocks that came from devices me, me - turn, ...; to all devices'."""
-        blocks, first = (blocks, me) if turn < 0 else (blocks[::-1], me + 1)
-        return _merge(form, jnp.roll(jnp.stack(blocks, axis=form.dim), first, axis=form.dim), 2)
-
-    parts = (
-        [out for (out,) in outs]
-        if not turns
-        else [
-            jax.tree.map(functools.partial(unrolled, turn), *(out[part] for out in outs))
-            for part, turn in enumerate(turns)
-        ]
-    )
-    return carry, jax.tree.map(in_order, *parts)
+def _unrolled(form: Form, blocks: list[Array], turn: int) -> Array:
+    """All devices' blocks in their order, from those of this one, of it less `turn`, ..."""
+    me = lax.axis_index(form.axis)
+    blocks, first = (blocks, me) if turn < 0 else (blocks[::-1], me + 1)
+    return _merge(form, jnp.roll(jnp.stack(blocks, axis=form.dim), first, axis=form.dim), 2)
 
 
 def scattered(form: Form, make: Callable[[Any, int, Array | None], Array], operands: Any) -> Array:

@@ -135,5 +135,52 @@ def test_the_chosen_form_is_no_slower_than_plain_or_two_parts(shape, backward):
     chosen = cm.choose(MODEL, name, ROWS, k, n, N, backward=backward)
     seconds = {f: compiled(shape, f, backward).seconds for f in {"plain", "chunked", chosen}}
     assert seconds[chosen] <= min(seconds.values()) * (1 + 1e-6)
-    # The formula knows nothing of copies and splits that XLA adds.
-    assert {f: expected[f] for f in seconds} == pytest.approx(seconds, rel=0.05)
+    # The formula knows nothing of sums that XLA splits, nor of small copies that it adds.
+    assert {f: expected[f] for f in seconds} == pytest.approx(seconds, rel=0.03)
+
+
+def layers(gather, scatter):
+    """Gradients of three MLPs in a checkpointed scan, rows cut between their matmuls."""
+    mesh, wide = X8.mesh({"tensor": N}), P(None, None, "tensor")
+
+    def layer(x, w):
+        gate, up = gather(lax.rsqrt(1 + x * x), w[:2])
+        return x + scatter(jax.nn.silu(gate) * up, w[2]), None
+
+    def step(x, w):
+        out = lambda w: lax.scan(jax.checkpoint(layer), x, w)[0]
+        return jax.grad(lambda w: jnp.sum(out(w).astype(jnp.float32)))(w)
+
+    x_spec, specs = P(None, "tensor"), (wide, wide, P(None, "tensor"))
+    program = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(x_spec, specs), out_specs=specs))
+    sizes = (3, EMBED, 14336), (3, EMBED, 14336), (3, 14336, EMBED)
+    place = lambda size, spec: jax.ShapeDtypeStruct(
+        size, "bfloat16", sharding=NamedSharding(mesh, spec)
+    )
+    compiled = X8.compile(program, place((2, 4096, EMBED), x_spec), tuple(map(place, sizes, specs)))
+    return hlo.parse(compiled.as_text())
+
+
+def test_layers_in_a_checkpointed_scan_hide_their_rings():
+    ring = layers(
+        functools.partial(cm.all_gather_matmul, axis_name="tensor", form="ring"),
+        functools.partial(cm.matmul_reduce_scatter, axis_name="tensor", form="ring"),
+    )
+    found = windows.windows(ring)
+    assert all(w.matmuls and not w.synchronous for w in found)
+    # Forward two rings, backward one for what is recomputed and one for the gradient.
+    hops = sum(w.bytes * w.count for w in found if w.kind == "collective-permute")
+    assert hops == 3 * 4 * 7 * (2 * ROWS // N * EMBED)
+    assert {w.kind for w in found} == {"collective-permute", "all-gather", "reduce-scatter"}
+
+    def plain_gather(x, w):
+        whole = lax.all_gather(x, "tensor", axis=1, tiled=True)
+        return tuple(whole @ each for each in w)
+
+    plain = layers(
+        plain_gather,
+        lambda x, w: lax.psum_scatter(x @ w, "tensor", scatter_dimension=1, tiled=True),
+    )
+    of_ring, of_plain = (timeline.simulate(module, MODEL) for module in (ring, plain))
+    assert of_ring.exposed_fraction < 0.05 < 0.15 < of_plain.exposed_fraction
+    assert of_ring.seconds < 0.9 * of_plain.seconds
