@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from jaxaccel import hlo
-from jaxaccel.hlo import FREE, Computation, Instruction, Module, Shape
+from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module, Shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,3 +174,36 @@ def passes(module: Module, elements: int, written: str | None = None) -> tuple[P
                 )
             )
     return tuple(found)
+
+
+def collective(
+    module: Module, where: Computation, node: Instruction
+) -> tuple[str, Instruction, Computation] | None:
+    """The collective that an instruction performs or starts, perhaps as a fusion of it.
+
+    Args:
+      module: from `hlo.parse`.
+      where: the computation that holds `node`.
+      node: any instruction.
+
+    Returns:
+      Its kind, the collective itself and where that stands; None of anything else.
+    """
+    base = node.opcode.removesuffix("-start")
+    if base in COLLECTIVES:
+        return base, node, where
+    if base in ("fusion", "async") and node.called:
+        inner = module.computations[node.called[0]]
+        for each in inner.instructions.values():
+            if each.opcode in COLLECTIVES:
+                return each.opcode, each, inner
+    return None
+
+
+def whole(where: Computation, node: Instruction) -> int:
+    """Bytes of the whole array that a collective gathers, reduces or exchanges."""
+    received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
+    if len(node.shapes) == len(node.operands):
+        received = node.shapes  # an all-reduce's start returns its results alone
+    sent = sum(where.instructions[o].bytes for o in node.operands)
+    return max(sent, sum(s.bytes for s in received))

@@ -29,31 +29,24 @@ from typing import Literal
 import numpy as np
 
 from jaxaccel import hlo, hlo_bytes
-from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module
-from pallas_kernels.target import Target
+from jaxaccel.cost import CostModel
+from jaxaccel.hlo import FREE, Computation, Instruction, Module
+
+__all__ = [
+    "HOST_COPY",
+    "CostModel",
+    "Segment",
+    "Timeline",
+    "Transfer",
+    "group",
+    "kernel_seconds",
+    "simulate",
+]
 
 HOST_COPY = "host-copy"  # between device and host memory: what `offload` moves
 
 # A loop with transfers is drawn turn by turn, up to this many.
 _TURNS_DRAWN = 200
-
-
-@dataclasses.dataclass(frozen=True)
-class CostModel:
-    """Rates that the model divides by, and what it assumes to be attained of them."""
-
-    target: Target  # whose GPU's data-sheet figures are the rates
-    matmul_efficiency: float = 0.7  # what large matmuls reach of the data sheet's dense rate
-    memory_efficiency: float = 0.85  # what a long copy reaches of the memory bandwidth
-    link_efficiency: float = 0.8  # what large ring collectives reach of the link
-    collective_latency: float = 10e-6  # seconds, each
-    kernel_latency: float = 2e-6  # seconds; no kernel is shorter
-
-    def matmul_rate(self, dtype: str) -> float:
-        """FLOP/s of a matmul with these operands; float32 runs as TF32, JAX's default."""
-        gpu = self.target.gpu
-        rates = {"fp8": gpu.fp8_flops, "f32": gpu.tf32_flops}
-        return (rates.get(dtype) or gpu.bf16_flops) * self.matmul_efficiency
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,40 +165,21 @@ def _transfer(
         rate = model.target.gpu.pcie_bandwidth * model.link_efficiency
         return float(copied), copied / rate + model.kernel_latency
     members = group(node, module.devices)
-    n = len(members)
-    received = node.shapes[len(node.operands) :] if node.opcode.endswith("-start") else node.shapes
-    if len(node.shapes) == len(node.operands):
-        received = node.shapes  # an all-reduce's start returns its results alone
-    payload = max(
-        sum(where.instructions[o].bytes for o in node.operands), sum(s.bytes for s in received)
-    )
+    payload = hlo_bytes.whole(where, node)
     per_node = max(
         sum(m // model.target.gpus_per_node == k for m in members)
         for k in {m // model.target.gpus_per_node for m in members}
     )
-    # A ring over several nodes enters and leaves each node once on every GPU's own adapter.
-    link = model.target.gpu.nvlink_bandwidth
-    if per_node < n:
-        link = min(link, model.target.gpu.network_bandwidth * per_node)
-    factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
-    wire = payload * factor.get(kind, (n - 1) / n)
-    seconds = wire / (link * model.link_efficiency)
-    return float(payload), (seconds + model.collective_latency if n > 1 else 0.0)
+    return float(payload), model.collective_seconds(kind, payload, len(members), per_node)
 
 
 def _crosses(
     module: Module, where: Computation, node: Instruction
 ) -> tuple[str, Instruction, Computation] | None:
     """(kind, the transfer, where it stands) if an instruction is one, perhaps wrapped."""
-    base = node.opcode.removesuffix("-start")
-    if base in COLLECTIVES:
-        return base, node, where
-    if base in ("fusion", "async") and node.called:
-        inner = module.computations[node.called[0]]
-        for each in inner.instructions.values():
-            if each.opcode in COLLECTIVES:
-                return each.opcode, each, inner
-    if base in ("fusion", "copy"):
+    if found := hlo_bytes.collective(module, where, node):
+        return found
+    if node.opcode.removesuffix("-start") in ("fusion", "copy"):
         touched = [*node.shapes, *(s for o in node.operands for s in where.instructions[o].shapes)]
         if any(shape.host for shape in touched):
             return HOST_COPY, node, where

@@ -1,6 +1,23 @@
-"""Collectives that run while something else computes; each function serves in any `shard_map`."""
+"""Sharding whose communication hides behind compute; each function serves in any `shard_map`."""
 
+from jaxaccel.overlap.collective_matmul import (
+    Product,
+    all_gather_matmul,
+    choose,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    modelled_seconds,
+)
 from jaxaccel.overlap.domino import domino_scan
 from jaxaccel.overlap.fsdp import prefetch_scan
 
-__all__ = ["domino_scan", "prefetch_scan"]
+__all__ = [
+    "Product",
+    "all_gather_matmul",
+    "choose",
+    "domino_scan",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "modelled_seconds",
+    "prefetch_scan",
+]
