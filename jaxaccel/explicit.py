@@ -25,8 +25,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
-from jaxaccel import accumulate, losses, nn, overlap, precision, remat, sharding, step_config
+from jaxaccel import accumulate, losses, names, nn, overlap, precision, remat, sharding, step_config
 from jaxaccel.nn import Decoder, DecoderConfig, Joint
+from jaxaccel.overlap import domino
 from jaxaccel.step_config import StepConfig
 from pallas_kernels import manual_axes
 
@@ -115,6 +116,7 @@ class Split(NamedTuple):
     """
 
     positions: bool
+    deferred: bool  # sums are left to the loop over layers, which interleaves two halves (Domino)
 
     def enter(self, x: Any, dim: int = 1) -> Any:
         """What matmuls by columns read: all positions (dim `dim`), of which each has a part."""
@@ -128,10 +130,44 @@ class Split(NamedTuple):
             return jax.lax.psum(y, TENSOR)
         return jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True)
 
+    def unreduce(self, y: Array) -> Array:
+        """Parts, one on each device, whose sum `leave` makes `y`."""
+        index = jax.lax.axis_index(TENSOR)
+        if not self.positions:
+            return jnp.where(index == 0, manual_axes.vary(y, (TENSOR,)), 0)
+        others = jnp.zeros((y.shape[0], y.shape[1] * jax.lax.axis_size(TENSOR), *y.shape[2:]), y.dtype)
+        others = manual_axes.vary(others, manual_axes.varying(y))
+        return jax.lax.dynamic_update_slice_in_dim(others, y, index * y.shape[1], 1)
+
     def joint(self) -> Joint:
         """For `Layer`."""
         enter = lambda x, linears: [linear(y) for y in [self.enter(x)] for linear in linears]
-        return Joint(enter, lambda x, linear: self.leave(linear(x)))
+        if self.deferred:
+            return Joint(enter, lambda x, linear, name: linear(x))
+        return Joint(enter, lambda x, linear, name: names.tag(self.leave(linear(x)), name))
+
+    def interleaved(self, loop: Callable, body: Partial, x: Array, layers: Any) -> tuple:
+        """The loop over layers, with `deferred` sums; `body` is the decoder's."""
+
+        def attend(layer, arguments, x, found):
+            x = names.tag(x if found is None else x + found, names.LAYER_INPUT)
+            return x, layer.attend(x, *arguments)
+
+        def mlp(layer, _, x, found):
+            return layer.mlp(x, found)
+
+        def turn(arguments, state, layers):
+            keep = lambda name: lambda found: names.tag(found, name)
+            blocks = []
+            for layer in layers:
+                first, second = functools.partial(attend, layer), functools.partial(mlp, layer)
+                blocks.append(domino.Block(first, keep(names.ATTENTION_OUTPUT)))
+                blocks.append(domino.Block(second, keep(names.MLP_OUTPUT)))
+            return domino.interleave(blocks, arguments, state, self.leave), None
+
+        body = Partial(turn, domino.halves(body.args))
+        state, ys, after = loop(body, domino.begin(x, self.unreduce), layers)
+        return domino.end(state, self.leave), ys, after
 
     def lookup(self, dtype: Any, table: Array, tokens_BT: Array) -> Array:
         """Embeddings of this device's tokens, from a table cut over words and over width.
@@ -177,8 +213,8 @@ def make_gradients(
             f"tensor; with --overlap it must be a divisor of {model.kv_heads}"
         )
     bucketed = "buckets" in config.techniques
-    ahead = bucketed or "fsdp-prefetch" in config.techniques
-    split = Split("sequence" in config.techniques)
+    prefetched = bucketed or "fsdp-prefetch" in config.techniques
+    split = Split("sequence" in config.techniques, "domino" in config.techniques)
     tokens = (*sharding.TOKEN_AXES, *[TENSOR] * split.positions)
     dtype = precision.COMPUTE_DTYPES[config.precision]
     build = functools.partial(
@@ -202,28 +238,35 @@ def make_gradients(
         unseed = lambda field: functools.partial(_parameters, lambda axes, x: getattr(x, field))
         head = [decoder.embedding if decoder.head is None else decoder.head]
 
-        def scan(body, carry, xs):
-            stack, layer = xs is decoder.layers, body.func
-            if not ahead:  # gathered where it is used, and again where that is repeated
-                layer = lambda *args, layer=layer: layer(*args[:-1], whole(args[-1]))
+        def ahead(after, body, carry, xs):
+            """The loop that gathers ahead; of `after`, too, it makes whole parameters."""
+            seeded = xs, after
+            kept = remat.checkpoint(body.func, config.remat, prevent_cse=False)
+            return overlap.prefetch_scan(
+                Partial(kept, *body.args),
+                carry,
+                *unseed("shard")(seeded),
+                gather=functools.partial(_parameters, lambda axes, x: rule(axes).gather(x)),
+                reduce=functools.partial(
+                    _parameters, lambda axes, x, total: rule(axes).reduce(x, total)
+                ),
+                totals=unseed("total")(seeded),
+            )
+
+        def in_place(after, body, carry, xs):
+            """A plain loop: a layer is gathered where it is used, and again where it is repeated."""
+            layer = lambda *args: body.func(*args[:-1], whole(args[-1]))
             kept = remat.checkpoint(layer, config.remat, prevent_cse=False)
-            body, loop = Partial(kept, *body.args), jax.lax.scan
-            if ahead:
-                seeded = xs, head if stack else []
-                loop = functools.partial(
-                    overlap.prefetch_scan,
-                    after=unseed("shard")(seeded[1]),
-                    gather=functools.partial(_parameters, lambda axes, x: rule(axes).gather(x)),
-                    reduce=functools.partial(
-                        _parameters, lambda axes, x, total: rule(axes).reduce(x, total)
-                    ),
-                    totals=unseed("total")(seeded),
-                )
-                xs = unseed("shard")(xs)
-            if "domino" in config.techniques and stack:
-                loop = functools.partial(overlap.domino_scan, loop)
-            carry, ys, *after = loop(body, carry, xs)
-            head[:] = after[0] if ahead and stack else head
+            return *jax.lax.scan(Partial(kept, *body.args), carry, xs), whole(after)
+
+        def scan(body, carry, xs):
+            stack = xs is decoder.layers
+            loop = functools.partial(ahead if prefetched else in_place, head if stack else [])
+            if stack and "domino" in config.techniques:
+                carry, ys, after = split.interleaved(loop, body, carry, xs)
+            else:
+                carry, ys, after = loop(body, carry, xs)
+            head[:] = after or head
             return carry, ys
 
         decoder.scan = scan
@@ -232,7 +275,6 @@ def make_gradients(
         decoder.embedding = _parameters(lambda _, x: table(x), decoder.embedding)
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
         hidden = split.enter(decoder.ahead(batch["tokens"], **places), dim=2)
-        head = head if ahead else whole(head)
         return losses.ahead_cross_entropy(
             hidden, head[0].get_value(), batch["labels"], z_loss=config.z_loss, axis_name=TENSOR
         )

@@ -147,12 +147,12 @@ class Joint(NamedTuple):
     Attributes:
       enter: `(x, linears) -> outputs`, of linears with one input. Where these are cut by columns,
         it is here that `x` comes to all devices.
-      leave: `(x, linear) -> y`. Where the linear is cut by rows, it is here that what the devices
-        found is summed.
+      leave: `(x, linear, name) -> y`, which carries the name for rematerialisation. Where the
+        linear is cut by rows, it is here that what the devices found is summed.
     """
 
     enter: Callable = lambda x, linears: [linear(x) for linear in linears]
-    leave: Callable = lambda x, linear: linear(x)
+    leave: Callable = lambda x, linear, name: names.tag(linear(x), name)
 
 
 class Layer(nnx.Module):
@@ -224,20 +224,32 @@ class Layer(nnx.Module):
 
     def finish(self, x_BTD: Array, context_BTHC: Array) -> Array:
         """Adds what attention found, then the MLP's answer."""
-        context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        found = self.joint.leave(context, self.attention_output)
-        found = names.tag(found, names.ATTENTION_OUTPUT)
-        x_BTD, y = self.mlp_norm(found, residual=x_BTD, readers=(self.gate, self.up))
-        y = names.tag(y, names.MLP_NORM)
-        gate, up = self.joint.enter(y, (self.gate, self.up))
-        gate, up = names.tag(gate, names.MLP_GATE), names.tag(up, names.MLP_UP)
-        y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
-        return x_BTD + names.tag(self.joint.leave(y, self.down), names.MLP_OUTPUT)
+        x_BTD, answer_BTD = self.mlp(x_BTD, self.project(context_BTHC))
+        return x_BTD + answer_BTD
 
-    def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
+    def project(self, context_BTHC: Array) -> Array:
+        """What attention adds to the stream."""
+        context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
+        return self.joint.leave(context, self.attention_output, names.ATTENTION_OUTPUT)
+
+    def attend(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
+        """The first block: what attention adds to `x_BTD`."""
         q, k, v = self.qkv(x_BTD, rope)
         window = None if self.window is None else (self.window - 1, None)
         mask = attention_op.Mask(
             causal=True, window=window, q_segments=segments_BT, k_segments=segments_BT
         )
-        return self.finish(x_BTD, self.attention(q, k, v, mask=mask))
+        return self.project(self.attention(q, k, v, mask=mask))
+
+    def mlp(self, x_BTD: Array, found_BTD: Array) -> tuple[Array, Array]:
+        """The second block: the stream with what attention found, and what the MLP adds to it."""
+        x_BTD, y = self.mlp_norm(found_BTD, residual=x_BTD, readers=(self.gate, self.up))
+        y = names.tag(y, names.MLP_NORM)
+        gate, up = self.joint.enter(y, (self.gate, self.up))
+        gate, up = names.tag(gate, names.MLP_GATE), names.tag(up, names.MLP_UP)
+        y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
+        return x_BTD, self.joint.leave(y, self.down, names.MLP_OUTPUT)
+
+    def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
+        x_BTD, answer_BTD = self.mlp(x_BTD, self.attend(x_BTD, rope, segments_BT))
+        return x_BTD + answer_BTD

@@ -8,14 +8,12 @@ from jaxaccel.overlap.collective_matmul import (
     matmul_reduce_scatter,
     modelled_seconds,
 )
-from jaxaccel.overlap.domino import domino_scan
 from jaxaccel.overlap.fsdp import prefetch_scan
 
 __all__ = [
     "Product",
     "all_gather_matmul",
     "choose",
-    "domino_scan",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "modelled_seconds",
