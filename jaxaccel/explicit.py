@@ -32,6 +32,7 @@ from jaxaccel.step_config import StepConfig
 from pallas_kernels import manual_axes
 
 DATA, TENSOR = "data", "tensor"
+ONCE = {DATA, TENSOR}  # over these gradients are summed once a batch; what `tensor` adds is small
 SHARDS = sharding.RULES["embed"]  # axes over which parameters are cut, and gathered before use
 
 
@@ -48,7 +49,7 @@ class Rule(NamedTuple):
     axes: tuple[str | None, ...]  # logical, of `RULES`; `embed` is gathered
     dtype: Any  # that matrices are gathered in
     tokens: tuple[str, ...]  # axes along which devices have unlike tokens
-    last: bool  # of the micro-batches: gradients are summed over `data` as well
+    last: bool  # of the micro-batches: gradients are summed over `ONCE` as well
 
     def dim(self, ndim: int) -> int | None:
         """Which dim is gathered; a loop over layers has taken the leading ones."""
@@ -72,11 +73,12 @@ class Rule(NamedTuple):
         g = gradient
         if (dim := self.dim(g.ndim)) is not None:
             g = jax.lax.psum_scatter(g, SHARDS, scatter_dimension=dim, tiled=True)
-        g = jax.lax.psum(g, tuple(axis for axis in self.parts() if axis != DATA))
+        g = jax.lax.psum(g, tuple(axis for axis in self.parts() if axis not in ONCE))
         g = g.astype(jnp.float32)
         if total is not None:
             g = g + total
-        return jax.lax.psum(g, DATA) if self.last else g
+        once = tuple(axis for axis in self.parts() if axis in ONCE)
+        return jax.lax.psum(g, once) if self.last else g
 
     def __call__(self, seeded: Seeded) -> Array:
         """`gather`, with `reduce` as its gradient."""
@@ -116,7 +118,6 @@ class Split(NamedTuple):
     """
 
     positions: bool
-    deferred: bool  # sums are left to the loop over layers, which interleaves two halves (Domino)
 
     def enter(self, x: Any, dim: int = 1) -> Any:
         """What matmuls by columns read: all positions (dim `dim`), of which each has a part."""
@@ -142,12 +143,11 @@ class Split(NamedTuple):
     def joint(self) -> Joint:
         """For `Layer`."""
         enter = lambda x, linears: [linear(y) for y in [self.enter(x)] for linear in linears]
-        if self.deferred:
-            return Joint(enter, lambda x, linear, name: linear(x))
         return Joint(enter, lambda x, linear, name: names.tag(self.leave(linear(x)), name))
 
     def interleaved(self, loop: Callable, body: Partial, x: Array, layers: Any) -> tuple:
-        """The loop over layers, with `deferred` sums; `body` is the decoder's."""
+        """The loop over layers with two halves of the rows in turn; `body` is the decoder's."""
+        apart = self.joint()._replace(leave=lambda x, linear, name: linear(x))
 
         def attend(layer, arguments, x, found):
             x = names.tag(x if found is None else x + found, names.LAYER_INPUT)
@@ -160,6 +160,7 @@ class Split(NamedTuple):
             keep = lambda name: lambda found: names.tag(found, name)
             blocks = []
             for layer in layers:
+                layer.joint = apart
                 first, second = functools.partial(attend, layer), functools.partial(mlp, layer)
                 blocks.append(domino.Block(first, keep(names.ATTENTION_OUTPUT)))
                 blocks.append(domino.Block(second, keep(names.MLP_OUTPUT)))
@@ -214,8 +215,8 @@ def make_gradients(
         )
     bucketed = "buckets" in config.techniques
     prefetched = bucketed or "fsdp-prefetch" in config.techniques
-    split = Split("sequence" in config.techniques, "domino" in config.techniques)
-    tokens = (*sharding.TOKEN_AXES, *[TENSOR] * split.positions)
+    split = Split("sequence" in config.techniques)
+    tokens = (*sharding.TOKEN_AXES, TENSOR) if split.positions else sharding.TOKEN_AXES
     dtype = precision.COMPUTE_DTYPES[config.precision]
     build = functools.partial(
         Decoder,
@@ -291,9 +292,15 @@ def make_gradients(
         (_, nll), (grads, fp8_next) = with_value(params, fp8_state)
         return (nll, grads), fp8_next
 
+    places, whole = jax.tree.map(lambda s: s.spec, placed), PartitionSpec()
+
+    def once(spec: PartitionSpec) -> tuple[str, ...]:
+        cut = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
+        return tuple(axis for axis in tokens if axis in ONCE - cut)
+
     def local(params, fp8_state, batch, weights):
         fp8_state = jax.tree.map(lambda x: manual_axes.vary(x, sharding.TOKEN_AXES), fp8_state)
-        apart = jax.tree.map(lambda x: manual_axes.vary(x, (DATA,)), params)
+        apart = jax.tree.map(lambda x, spec: manual_axes.vary(x, once(spec)), params, places)
         parts = accumulate.split(batch, config.micro_batches)
         earlier = functools.partial(gradient, False, apart, [], fp8_state, weights)
         final = functools.partial(gradient, True, params)
@@ -306,12 +313,11 @@ def make_gradients(
             (nll, totals), seen = accumulate.over(earlier, rest, step_config.merge)
             (more, grads), fp8_next = final([totals], fp8_state, weights, part)
             nll, fp8_next = step_config.merge((nll, seen), (more, fp8_next))
-        reduced = lambda g: jax.lax.psum(g, DATA) if DATA in manual_axes.varying(g) else g
-        grads = jax.tree.map(reduced, grads)
+        left = lambda g, spec: tuple(axis for axis in once(spec) if axis in manual_axes.varying(g))
+        grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, left(g, spec)), grads, places)
         fp8_next = jax.tree.map(lambda x: jax.lax.pmax(x, sharding.TOKEN_AXES), fp8_next)
         return (jax.lax.psum(nll, sharding.TOKEN_AXES), grads), fp8_next
 
-    places, whole = jax.tree.map(lambda s: s.spec, placed), PartitionSpec()
     rows = sharding.spec(("batch", "sequence"))
     return jax.shard_map(
         local,
