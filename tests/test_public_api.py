@@ -18,6 +18,7 @@ MODULES = sorted(
 # What a user takes into code of their own: documented in full.
 IN_FULL = [
     "jaxaccel.accumulate", "jaxaccel.blockwise", "jaxaccel.fp8", "jaxaccel.fp8_delayed",
+    "jaxaccel.overlap.ring_attention", "jaxaccel.overlap.zigzag",
     "jaxaccel.losses", "jaxaccel.names", "jaxaccel.numerics", "jaxaccel.optim",
     "jaxaccel.precision", "jaxaccel.remat", "jaxaccel.sharding", "jaxaccel.train_step",
     "pallas_kernels.attention.api", "pallas_kernels.codes",

@@ -1,5 +1,6 @@
 """Sharding whose communication hides behind compute; each function serves in any `shard_map`."""
 
+from jaxaccel.overlap import domino
 from jaxaccel.overlap.collective_matmul import (
     Product,
     all_gather_matmul,
@@ -9,13 +10,19 @@ from jaxaccel.overlap.collective_matmul import (
     modelled_seconds,
 )
 from jaxaccel.overlap.fsdp import prefetch_scan
+from jaxaccel.overlap.ring_attention import ring_attention
+from jaxaccel.overlap.zigzag import unzigzag, zigzag
 
 __all__ = [
     "Product",
     "all_gather_matmul",
     "choose",
+    "domino",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "modelled_seconds",
     "prefetch_scan",
+    "ring_attention",
+    "unzigzag",
+    "zigzag",
 ]

@@ -84,17 +84,9 @@ def attention(
     References:
       FlashAttention-2, arXiv 2307.08691, section 3.1.
     """
-    if implementation not in (None, "xla", "mosaic_gpu"):
-        raise ValueError(f"implementation is {implementation!r}; legal: None, 'xla', 'mosaic_gpu'")
-    _check_arrays(q_BTHD, k_BSKD, v_BSKE, sinks_H)
-    (batch, queries, _, depth), keys = q_BTHD.shape, k_BSKD.shape[1]
-    _check_mask(mask, batch, queries, keys)
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; it must be positive, or None")
-    band, mask_arrays = split(mask, batch, queries, keys)
-    scale = depth**-0.5 if scale is None else float(scale)
-    options = Options(band, scale, logits_soft_cap)
-    dispatch.refuse(implementation, q_BTHD, v_BSKE)
+    options, mask_arrays = _checked(
+        q_BTHD, k_BSKD, v_BSKE, sinks_H, mask, scale, logits_soft_cap, implementation
+    )
     q_BTHD, k_BSKD, v_BSKE = manual_axes.vary_alike(q_BTHD, k_BSKD, v_BSKE)
     if implementation is None and dispatch.cudnn_serves(
         options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays, return_lse
@@ -102,6 +94,65 @@ def attention(
         return dispatch.cudnn(options, q_BTHD, k_BSKD, v_BSKE)
     out, lse = _attention(implementation, options, q_BTHD, k_BSKD, v_BSKE, sinks_H, mask_arrays)
     return (out, lse) if return_lse else out
+
+
+@no_type_check  # as above
+def attention_backward(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    v_BSKE: Float[Array, "B S K E"],
+    out_BTHE: Float[Array, "B T H E"],
+    lse_BTH: Float[Array, "B T H"],
+    dout_BTHE: Float[Array, "B T H E"],
+    *,
+    mask: Mask = Mask(),  # noqa: B008 (frozen)
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: Literal["xla", "mosaic_gpu"] | None = None,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B S K D"], Float[Array, "B S K E"]]:
+    """Gradients of attention given its output and log-sum-exp, which may be over more keys.
+
+    With `P = exp(s - lse)` and `dS = P * (dout v^T - sum_e dout * out)`: `dv = P^T dout`,
+    `dq = scale * dS k`, `dk = scale * dS^T q`. A key's terms depend on other keys through `out`
+    and `lse` alone. Given these of *all* keys, calls with disjoint parts of the keys return each
+    part's `dk` and `dv`, and terms of `dq` that sum to it: what ring attention is made of.
+
+    **Exactness**: exact, as `attention`. Compute: 2 (3 D + 2 E) FLOP for each pair and head.
+
+    Args:
+      q_BTHD, k_BSKD, v_BSKE, mask, scale, logits_soft_cap, implementation: as of `attention`.
+      out_BTHE: what attention to all keys returned, in q's dtype.
+      lse_BTH: its log-sum-exp, float32; -inf for a query that sees no key.
+      dout_BTHE: gradient of the output, in q's dtype.
+
+    Returns:
+      Gradients of q, k and v, in their dtype.
+
+    Raises:
+      ValueError, NotImplementedError: as `attention`; it has no derivative itself.
+
+    Example:
+      >>> q = k = v = jnp.ones((1, 4, 2, 8))
+      >>> out, lse = attention(q, k, v, return_lse=True)
+      >>> dq, dk, dv = attention_backward(q, k[:, :2], v[:, :2], out, lse, jnp.ones_like(out))
+      >>> dv.shape, round(float(dv.sum()), 4)  # half of the keys get half of the gradient
+      ((1, 2, 2, 8), 32.0)
+
+    References:
+      FlashAttention-2, arXiv 2307.08691, section 3.1; ring attention, arXiv 2310.01889.
+    """
+    options, arrays = _checked(
+        q_BTHD, k_BSKD, v_BSKE, None, mask, scale, logits_soft_cap, implementation
+    )
+    shape = (*q_BTHD.shape[:3], v_BSKE.shape[3])
+    if out_BTHE.shape != shape or dout_BTHE.shape != shape or lse_BTH.shape != shape[:3]:
+        raise ValueError(
+            f"got out {out_BTHE.shape}, dout {dout_BTHE.shape}, lse {lse_BTH.shape}; for q "
+            f"{q_BTHD.shape} and v {v_BSKE.shape} they are {shape}, {shape} and {shape[:3]}"
+        )
+    dlse = jnp.zeros_like(lse_BTH)
+    inputs = (q_BTHD, k_BSKD, v_BSKE, None, arrays)
+    return _backward(implementation, options, *inputs, out_BTHE, lse_BTH, dout_BTHE, dlse)[:3]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -133,6 +184,20 @@ def _backward_jvp(implementation, options, primals, tangents):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _checked(q, k, v, sinks, mask, scale, soft_cap, implementation) -> tuple[Options, MaskArrays]:
+    """What is static and what is not of the options, once they are known to fit."""
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(f"implementation is {implementation!r}; legal: None, 'xla', 'mosaic_gpu'")
+    _check_arrays(q, k, v, sinks)
+    (batch, queries, _, depth), keys = q.shape, k.shape[1]
+    _check_mask(mask, batch, queries, keys)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {soft_cap}; it must be positive, or None")
+    band, arrays = split(mask, batch, queries, keys)
+    dispatch.refuse(implementation, q, v)
+    return Options(band, depth**-0.5 if scale is None else float(scale), soft_cap), arrays
 
 
 def _check_arrays(q, k, v, sinks) -> None:

@@ -268,15 +268,16 @@ def _consume(
         first_column = nth_block(visits, n) * block_kv
         band = shape.options.band
         # Each row sees a range of columns: two numbers a row, and one comparison a pair.
-        i = plgpu.layout_cast(lax.iota(jnp.int32, block_q), ROW) + (first_row + row_offset)
-        j = lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_column
+        # Made where they are used: Mosaic finds no layout for a vector that nothing uses.
+        i = lambda: plgpu.layout_cast(lax.iota(jnp.int32, block_q), ROW) + (first_row + row_offset)
+        j = lambda: lax.broadcasted_iota(jnp.int32, s.shape, 1) + first_column
         if band.left is not None:
-            s = jnp.where(j >= lax.broadcast_in_dim(i - band.left, s.shape, [0]), s, -jnp.inf)
+            s = jnp.where(j() >= lax.broadcast_in_dim(i() - band.left, s.shape, [0]), s, -jnp.inf)
         if band.right is not None:
-            last = jnp.minimum(i + band.right, shape.keys - 1)
-            s = jnp.where(j <= lax.broadcast_in_dim(last, s.shape, [0]), s, -jnp.inf)
+            last = jnp.minimum(i() + band.right, shape.keys - 1)
+            s = jnp.where(j() <= lax.broadcast_in_dim(last, s.shape, [0]), s, -jnp.inf)
         elif shape.keys % block_kv:
-            s = jnp.where(j < shape.keys, s, -jnp.inf)
+            s = jnp.where(j() < shape.keys, s, -jnp.inf)
         if row_ids is not None:
             # Not through shared memory: the latency passes under the matmul still in flight.
             columns = pl.ds(first_column, block_kv)

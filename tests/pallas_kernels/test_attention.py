@@ -10,7 +10,15 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.attention import CONTEXT, LSE, Mask, attention, attention_reference, xla
+from pallas_kernels.attention import (
+    CONTEXT,
+    LSE,
+    Mask,
+    attention,
+    attention_backward,
+    attention_reference,
+    xla,
+)
 from pallas_kernels.attention.mask import key_range, query_range, split, visible
 
 CAUSAL = Mask(causal=True)
@@ -118,6 +126,19 @@ def test_agrees_with_the_reference(shape, heads, mask, extra, packed, monkeypatc
     *_, gradients = got
     if sizes["queries"] > 1:  # a lone query may see one key, or none: no gradient then
         assert all(float(jnp.abs(g).max()) > 1e-2 for g in gradients)
+
+
+def test_gradients_of_parts_of_the_keys_are_those_of_the_whole():
+    q, k, v, _, dout, _ = make_inputs(queries=9, keys=12, v_depth=5)
+    out, lse = attention(q, k, v, logits_soft_cap=2.0, return_lse=True)
+    part = lambda at: attention_backward(q, k[:, at], v[:, at], out, lse, dout, logits_soft_cap=2.0)
+    (dq_1, *first), (dq_2, *second) = part(slice(0, 5)), part(slice(5, 12))
+    got = (dq_1 + dq_2, *(jnp.concatenate(pair, axis=1) for pair in zip(first, second)))
+    _, back = jax.vjp(lambda *x: attention_reference(*x, logits_soft_cap=2.0)[0], q, k, v)
+    for a, b in zip(got, back(dout), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"lse \(2, 9\); for q .* and \(2, 9, 4\)"):
+        attention_backward(q, k, v, out, lse[..., 0], dout)
 
 
 def test_real_tile_sizes_of_the_loops():

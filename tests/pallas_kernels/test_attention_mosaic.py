@@ -394,15 +394,14 @@ def test_only_blocks_with_pairs_are_loaded(mask):
 def built_program(depth, value_depth, mask, dtype=BF16, length=4096):
     shapes = [(1, length, 4, depth), (1, length, 2, depth), (1, length, 2, value_depth)]
     arrays = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
-    if mask != "packed":
-        arrays.append(jax.ShapeDtypeStruct((1,), jnp.int32))
-    else:
-        arrays.append(jax.ShapeDtypeStruct((1, length), jnp.int32))
+    ids = (1, length) if mask in ("packed", "documents") else (1,)
+    arrays.append(jax.ShapeDtypeStruct(ids, jnp.int32))
 
     def run(q, k, v, ids):
         masks = {
             "full": lambda: Mask(),
             "causal": lambda: Mask(causal=True),
+            "documents": lambda: Mask(False, None, ids, ids),
             # All that a mask can have, at run time where it may be.
             "packed": lambda: Mask(False, (1000, 50), ids, ids, ids[:, 0]),
         }
@@ -416,7 +415,7 @@ def built_program(depth, value_depth, mask, dtype=BF16, length=4096):
 @pytest.mark.target
 def test_built_without_spills():
     cases = [(d, d, m) for d in (64, 128, 192, 256) for m in ("full", "packed")]
-    cases += [(128, 128, "causal"), (192, 128, "causal")]
+    cases += [(128, 128, "causal"), (192, 128, "causal"), (128, 128, "documents")]
     programs = [
         built_program(*case, dtype=jnp.float16 if case[0] == 64 else BF16) for case in cases
     ]
