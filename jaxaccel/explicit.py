@@ -14,6 +14,7 @@ Sums are float32, gathered matrices in the compute dtype. Numerically this is th
 the partitioner makes, up to the order of sums.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,13 +26,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
-from jaxaccel import accumulate, losses, names, nn, overlap, precision, remat, sharding, step_config
-from jaxaccel.nn import Decoder, DecoderConfig, Joint
-from jaxaccel.overlap import domino
+from jaxaccel import accumulate, losses, nn, overlap, precision, remat, sharding, step_config
+from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.step_config import StepConfig
+from jaxaccel.tensor_parallel import TENSOR, TensorParallel, cost_model
 from pallas_kernels import manual_axes
+from pallas_kernels.attention import Mask, attention
 
-DATA, TENSOR = "data", "tensor"
+DATA = "data"
 ONCE = {DATA, TENSOR}  # over these gradients are summed once a batch; what `tensor` adds is small
 SHARDS = sharding.RULES["embed"]  # axes over which parameters are cut, and gathered before use
 
@@ -109,80 +111,19 @@ def _parameters(function: Callable, tree: PyTree, *more: PyTree) -> PyTree:
     return jax.tree.map(one, tree, *more, is_leaf=is_variable)
 
 
-class Split(NamedTuple):
-    """How the devices of `tensor` share the activations between a layer's matmuls.
+def lookup(split: TensorParallel, dtype: Any, table: Array, tokens_BT: Array) -> Array:
+    """Embeddings of this device's tokens, from a table cut over words and over width.
 
-    The matmuls are cut by columns, then by rows (Megatron). Between them every device of the axis
-    has all positions, and computes norms as all others do; or, with sequence parallelism
-    (arXiv:2205.05198, section 3), its own positions alone.
+    Each device looks up everybody's tokens in its own part, and all exchange what they found:
+    as many bytes as the result has, where a gathered table would be the whole vocabulary. The
+    table's gradient stays where its shard is.
     """
-
-    positions: bool
-
-    def enter(self, x: Any, dim: int = 1) -> Any:
-        """What matmuls by columns read: all positions (dim `dim`), of which each has a part."""
-        if not self.positions:
-            return jax.tree.map(lambda x: manual_axes.vary(x, (TENSOR,)), x)
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, TENSOR, axis=dim, tiled=True), x)
-
-    def leave(self, y: Array) -> Array:
-        """The sum over devices of what matmuls by rows found."""
-        if not self.positions:
-            return jax.lax.psum(y, TENSOR)
-        return jax.lax.psum_scatter(y, TENSOR, scatter_dimension=1, tiled=True)
-
-    def unreduce(self, y: Array) -> Array:
-        """Parts, one on each device, whose sum `leave` makes `y`."""
-        index = jax.lax.axis_index(TENSOR)
-        if not self.positions:
-            return jnp.where(index == 0, manual_axes.vary(y, (TENSOR,)), 0)
-        others = jnp.zeros((y.shape[0], y.shape[1] * jax.lax.axis_size(TENSOR), *y.shape[2:]), y.dtype)
-        others = manual_axes.vary(others, manual_axes.varying(y))
-        return jax.lax.dynamic_update_slice_in_dim(others, y, index * y.shape[1], 1)
-
-    def joint(self) -> Joint:
-        """For `Layer`."""
-        enter = lambda x, linears: [linear(y) for y in [self.enter(x)] for linear in linears]
-        return Joint(enter, lambda x, linear, name: names.tag(self.leave(linear(x)), name))
-
-    def interleaved(self, loop: Callable, body: Partial, x: Array, layers: Any) -> tuple:
-        """The loop over layers with two halves of the rows in turn; `body` is the decoder's."""
-        apart = self.joint()._replace(leave=lambda x, linear, name: linear(x))
-
-        def attend(layer, arguments, x, found):
-            x = names.tag(x if found is None else x + found, names.LAYER_INPUT)
-            return x, layer.attend(x, *arguments)
-
-        def mlp(layer, _, x, found):
-            return layer.mlp(x, found)
-
-        def turn(arguments, state, layers):
-            keep = lambda name: lambda found: names.tag(found, name)
-            blocks = []
-            for layer in layers:
-                layer.joint = apart
-                first, second = functools.partial(attend, layer), functools.partial(mlp, layer)
-                blocks.append(domino.Block(first, keep(names.ATTENTION_OUTPUT)))
-                blocks.append(domino.Block(second, keep(names.MLP_OUTPUT)))
-            return domino.interleave(blocks, arguments, state, self.leave), None
-
-        body = Partial(turn, domino.halves(body.args))
-        state, ys, after = loop(body, domino.begin(x, self.unreduce), layers)
-        return domino.end(state, self.leave), ys, after
-
-    def lookup(self, dtype: Any, table: Array, tokens_BT: Array) -> Array:
-        """Embeddings of this device's tokens, from a table cut over words and over width.
-
-        Each device looks up everybody's tokens in its own part, and all exchange what they found:
-        as many bytes as the result has, where a gathered table would be the whole vocabulary. The
-        table's gradient stays where its shard is.
-        """
-        everyone = jax.lax.all_gather(tokens_BT, SHARDS)
-        row = everyone - jax.lax.axis_index(TENSOR) * table.shape[0]
-        mine = (row >= 0) & (row < table.shape[0])
-        found = jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0).astype(dtype)
-        found = jax.lax.all_to_all(found, SHARDS, 0, found.ndim - 1, tiled=True)[0]
-        return self.leave(found)
+    everyone = jax.lax.all_gather(tokens_BT, SHARDS)
+    row = everyone - jax.lax.axis_index(TENSOR) * table.shape[0]
+    mine = (row >= 0) & (row < table.shape[0])
+    found = jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0).astype(dtype)
+    found = jax.lax.all_to_all(found, SHARDS, 0, found.ndim - 1, tiled=True)[0]
+    return split.leave(found)
 
 
 def make_gradients(
@@ -190,7 +131,6 @@ def make_gradients(
     config: StepConfig,
     mesh: Mesh,
     placed: PyTree,
-    attend: Callable,
     dots: Mapping[str, Callable],
 ) -> Callable:
     """Gradients of a batch, the counterpart of the partitioned ones in `train_step`.
@@ -198,7 +138,7 @@ def make_gradients(
     Args:
       model, config, mesh: as of `make_train_step`.
       placed: shardings of the parameters.
-      attend, dots: attention and matmuls of one device's arrays, as `Decoder` takes them.
+      dots: the layers' matmuls, as `Decoder` takes them.
 
     Returns:
       `(params, fp8, batch, weights) -> ((nll [N], gradients), fp8)`, for arrays on the mesh,
@@ -215,7 +155,10 @@ def make_gradients(
         )
     bucketed = "buckets" in config.techniques
     prefetched = bucketed or "fsdp-prefetch" in config.techniques
-    split = Split("sequence" in config.techniques)
+    split = TensorParallel(
+        positions="sequence" in config.techniques,
+        model=cost_model(mesh) if "collective-matmul" in config.techniques else None,
+    )
     tokens = (*sharding.TOKEN_AXES, TENSOR) if split.positions else sharding.TOKEN_AXES
     dtype = precision.COMPUTE_DTYPES[config.precision]
     build = functools.partial(
@@ -224,9 +167,10 @@ def make_gradients(
         config.mtp,
         dtype=dtype,
         dot_general=dots,
-        attention=attend,
-        between=step_config.between(model, config, None)[1],
-        lookup=functools.partial(split.lookup, dtype),
+        attention=_attention(config, mesh),
+        # A collective matmul casts what it sends itself.
+        between=step_config.between(model, config, None)[split.model is None],
+        lookup=functools.partial(lookup, split, dtype),
         joint=split.joint(),
     )
     abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
@@ -272,7 +216,7 @@ def make_gradients(
 
         decoder.scan = scan
         decoder.final_norm = whole(decoder.final_norm)
-        table = Rule(("vocab", None), jnp.float32, (DATA,), last)  # see `Split.lookup`
+        table = Rule(("vocab", None), jnp.float32, (DATA,), last)  # see `lookup`
         decoder.embedding = _parameters(lambda _, x: table(x), decoder.embedding)
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
         hidden = split.enter(decoder.ahead(batch["tokens"], **places), dim=2)
@@ -309,7 +253,7 @@ def make_gradients(
         elif config.micro_batches == 1:
             (nll, grads), fp8_next = final([], fp8_state, weights, batch)
         else:  # the last one's gradients take the others' along, layer by layer
-            rest, part = (jax.tree.map(lambda x: x[cut], parts) for cut in (slice(-1), -1))
+            rest, part = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
             (nll, totals), seen = accumulate.over(earlier, rest, step_config.merge)
             (more, grads), fp8_next = final([totals], fp8_state, weights, part)
             nll, fp8_next = step_config.merge((nll, seen), (more, fp8_next))
@@ -319,9 +263,38 @@ def make_gradients(
         return (jax.lax.psum(nll, sharding.TOKEN_AXES), grads), fp8_next
 
     rows = sharding.spec(("batch", "sequence"))
-    return jax.shard_map(
+    on_mesh = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(places, whole, rows, whole),
         out_specs=((whole, places), whole),
     )
+    if "ring-attention" not in config.techniques:
+        return on_mesh
+    balanced = lambda batch: jax.tree.map(
+        lambda x: overlap.zigzag(x, mesh.shape["sequence"]), batch
+    )
+    return lambda params, fp8_state, batch, weights: on_mesh(
+        params, fp8_state, balanced(batch), weights
+    )
+
+
+def _attention(config: StepConfig, mesh: Mesh) -> Callable:
+    """Attention of this device's queries and heads, over the keys of the whole row."""
+    implementation = None if config.attention == "auto" else config.attention
+
+    def plain(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+        return attention(q, k, v, mask=mask, implementation=implementation)
+
+    def ring(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+        return overlap.ring_attention(q, k, v, "sequence", mask=mask, implementation=implementation)
+
+    def gathered(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+        everyone = lambda x: jax.lax.all_gather(x, "sequence", axis=1, tiled=True)
+        place = jax.lax.axis_index("sequence") * q.shape[1]  # the first query's, among all keys
+        mask = dataclasses.replace(mask, k_segments=everyone(mask.k_segments), offset=place)
+        return plain(q, everyone(k), everyone(v), mask=mask)
+
+    if "ring-attention" in config.techniques:
+        return ring
+    return gathered if mesh.shape["sequence"] > 1 else plain

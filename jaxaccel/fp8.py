@@ -31,7 +31,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,7 @@ __all__ = [
     "choose",
     "dot_general",
     "is_cold",
+    "parts",
     "quantize_weights",
     "settle",
     "skipped",
@@ -249,6 +250,36 @@ def quantize_weights(
     return jax.tree.map(stacked, params, state)
 
 
+def parts(dot: DotGeneral) -> tuple[Callable, ...]:
+    """What a matmul that is cut in pieces calls where `dot` is one call: `overlap.Product`'s fields.
+
+    Args:
+      dot: of `current` or `delayed`.
+
+    Returns:
+      Casts of lhs, rhs and gradient, `(x, state) -> Quantized`; the product of two cast matrices,
+      `(a, b, contracted dims, dtype) -> Array`; and `(state, lhs, rhs, gradient) -> next state`.
+
+    Raises:
+      ValueError: `block`, whose scales go along with rows and columns.
+    """
+    if dot.recipe == "block":
+        raise ValueError("block scaling multiplies whole rows; choose current or delayed")
+
+    def multiply(a, b, dims, dtype):
+        full = dims != (1, 0) or dot.scaling.accumulation == "full"
+        return _multiply(a, b, dims, full=full).astype(dtype)
+
+    def record(state, *operands):
+        if state is None:
+            return None
+        top = jnp.stack([operand.amax for operand in operands])
+        return fp8_delayed.recorder(dot.scaling)(state, top)
+
+    casts = [lambda x, state, name=name: _quantize(dot, x, name, state) for name in OPERANDS]
+    return *casts, multiply, record
+
+
 def choose(shapes: Mapping[str, Sequence[int]], patterns: str = "*") -> dict[str, str]:
     """Which linear layers to convert, and why not the others.
 
@@ -347,6 +378,8 @@ def _multiply(a: Quantized, b: Quantized, contract: tuple[int, int], *, full: bo
 
 def _quantize(dot: DotGeneral, x: Array, operand: str, state: DelayedState | None) -> Quantized:
     format, top = getattr(dot.scaling, operand), numerics.amax(x)
+    if dot.recipe == "current" and (axes := tuple(manual_axes.varying(x))):
+        top = jax.lax.pmax(top, axes)  # inside shard_map: of the tensor, not of this shard
     scale = numerics.scale(top, format, power_of_two=dot.scaling.power_of_two)
     if state is not None:
         known = state.scale[OPERANDS.index(operand)]

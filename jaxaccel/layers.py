@@ -80,9 +80,13 @@ class Linear(nnx.Module):
         more = {key: held.get_value() for key, held in more.items() if held is not None}
         kernel = self.kernel[...].astype(x.dtype)
         out = self.dot_general(flat, kernel, (((1,), (0,)), ((), ())), **more)
-        if self.bias is not None:
-            out = out + self.bias[...].astype(x.dtype)[None]
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+        return self.shifted(out).reshape(*x.shape[:-1], out.shape[-1])
+
+    def shifted(self, out: Array) -> Array:
+        """The product, with the bias if there is one."""
+        if self.bias is None:
+            return out
+        return out + self.bias[...].astype(out.dtype).reshape(*[1] * (out.ndim - 1), -1)
 
 
 class Norm(nnx.Module):

@@ -28,6 +28,8 @@ OVERLAPS: dict[str, tuple[str, ...]] = {
     "buckets": ("data",),
     "domino": ("tensor",),
     "sequence": ("tensor",),
+    "collective-matmul": ("tensor",),
+    "ring-attention": ("sequence",),
 }
 
 

@@ -248,7 +248,7 @@ def make_train_step(
     take = functools.partial(partitioned, build)
     if config.techniques:
         step_config.check_overlap(config, mesh.shape)
-        take = explicit.make_gradients(model, config, mesh, params_sharding, attend, dots)
+        take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:
         batch, take = look_ahead(batch), functools.partial(partitioned, build_cold)

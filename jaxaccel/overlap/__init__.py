@@ -2,6 +2,7 @@
 
 from jaxaccel.overlap import domino
 from jaxaccel.overlap.collective_matmul import (
+    PLAIN,
     Product,
     all_gather_matmul,
     choose,
@@ -14,6 +15,7 @@ from jaxaccel.overlap.ring_attention import ring_attention
 from jaxaccel.overlap.zigzag import unzigzag, zigzag
 
 __all__ = [
+    "PLAIN",
     "Product",
     "all_gather_matmul",
     "choose",
