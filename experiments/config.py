@@ -58,8 +58,8 @@ class TrainConfig:
     mesh: str = ""
     """Devices by axis, say data=2,fsdp=4 (also sequence, tensor); empty: all on fsdp."""
     overlap: str = "none"
-    """Collectives to hide behind compute: none, or several of fsdp-prefetch, buckets,
-    comma-separated."""
+    """Collectives to hide behind compute: none, or several of fsdp-prefetch, buckets, sequence,
+    collective-matmul, domino, ring-attention, comma-separated."""
 
     log_every: int = 10
     eval_every: int = 200

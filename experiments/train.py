@@ -172,7 +172,9 @@ def train(name: str, config: TrainConfig) -> int:
     )
     try:
         run.write_config(folder, config, tokenizer)
-        manifest.write_json(folder / "env.json", metrics.environment())
+        manifest.write_json(
+            folder / "env.json", metrics.environment() | {"compiler_options": step.compiler_options}
+        )
     except OSError as error:
         raise UserError(f"cannot write run folder {folder}: {error}") from error
     with checkpoints, stop, log:

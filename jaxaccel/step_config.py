@@ -6,13 +6,14 @@ configuration becomes those values. `train_step` puts them together.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, remat, sharding
 from jaxaccel.fp8 import Quantized, Scaling
@@ -93,6 +94,12 @@ def check_overlap(config: StepConfig, sizes: Mapping[str, int]) -> None:
                 f"the mesh has one device; make it longer, say {OVERLAPS[name][0]}=2, or leave "
                 f"{name!r} out"
             )
+
+
+def layer_bytes(params: PyTree, dtype: Any) -> int:
+    """Bytes of one layer's parameters in the compute dtype; of one group, where layers are unlike."""
+    stacked = jax.tree.leaves(params["layers"])
+    return sum(math.prod(x.shape[1:]) for x in stacked) * jnp.dtype(dtype).itemsize
 
 
 def merge(total: tuple, part: tuple) -> tuple:

@@ -16,7 +16,18 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, explicit, fp8, losses, nn, precision, remat, sharding, step_config
+from jaxaccel import (
+    accumulate,
+    explicit,
+    fp8,
+    losses,
+    nn,
+    overlap,
+    precision,
+    remat,
+    sharding,
+    step_config,
+)
 from jaxaccel.fp8 import DelayedState
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.precision import LossScale
@@ -66,6 +77,7 @@ class TrainStep(NamedTuple):
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_sharding: NamedSharding
     place: Callable[[Mapping[str, Any]], Batch]  # host arrays (this process' rows) to devices
+    compiler_options: dict[str, Any]  # of XLA's, that `step` is compiled with
 
 
 def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
@@ -245,9 +257,10 @@ def make_train_step(
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
         return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    take = functools.partial(partitioned, build)
+    take, options = functools.partial(partitioned, build), {}
     if config.techniques:
         step_config.check_overlap(config, mesh.shape)
+        options = overlap.compiler_options(step_config.layer_bytes(abstract_params, dtype))
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:
@@ -323,6 +336,7 @@ def make_train_step(
             donate_argnums=0,
             in_shardings=(state_sharding, rows),
             out_shardings=(state_sharding, whole),
+            compiler_options=options,
         ),
         warm_up=jax.jit(
             warm_up,
@@ -336,4 +350,5 @@ def make_train_step(
         place=lambda batch: {
             key: jax.make_array_from_process_local_data(rows, batch[key]) for key in BATCH_KEYS
         },
+        compiler_options=options,
     )

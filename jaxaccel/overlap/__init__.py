@@ -11,6 +11,7 @@ from jaxaccel.overlap.collective_matmul import (
     modelled_seconds,
 )
 from jaxaccel.overlap.fsdp import prefetch_scan
+from jaxaccel.overlap.options import compiler_options
 from jaxaccel.overlap.ring_attention import ring_attention
 from jaxaccel.overlap.zigzag import unzigzag, zigzag
 
@@ -19,6 +20,7 @@ __all__ = [
     "Product",
     "all_gather_matmul",
     "choose",
+    "compiler_options",
     "domino",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -1,0 +1,54 @@
+"""Options of XLA's that overlap needs, for one program, known to the XLA at hand.
+
+An unknown flag in `XLA_FLAGS` ends the process; as an option of one compilation it raises, so that
+it can be asked for first. Names come and go with each release.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+
+def compiler_options(layer_bytes: int) -> dict[str, Any]:
+    """What `jax.jit(step, compiler_options=)` should be given for a step with `prefetch_scan`.
+
+    `xla_gpu_all_gather_combine_threshold_bytes`: gathers of one layer become one, which a whole layer
+    hides; apart, XLA's scheduler puts several of them side by side, and hides the last.
+
+    Args:
+      layer_bytes: of one layer's gathered weights.
+
+    Returns:
+      Options by name, without those that this XLA does not know; print them, to see what was set.
+
+    Example:
+      >>> compiler_options(1000)
+      {'xla_gpu_all_gather_combine_threshold_bytes': 1000}
+    """
+    wanted = {"xla_gpu_all_gather_combine_threshold_bytes": int(layer_bytes)}
+    return {name: value for name, value in wanted.items() if known(name, value)}
+
+
+@functools.cache
+def known(name: str, value: Any) -> bool:
+    """Whether the XLA at hand takes an option, found by compiling nothing much with it.
+
+    Args:
+      name: as in `XLA_FLAGS`, without dashes.
+      value: its value.
+
+    Returns:
+      False if XLA refuses it.
+
+    Example:
+      >>> known("xla_gpu_no_such_option", True)
+      False
+    """
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
