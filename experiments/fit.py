@@ -28,7 +28,13 @@ def fit(config: TrainConfig, peak_of: PeakOf, limit: float, floor: int) -> Fit:
     """
     check_floor(floor, limit)
     with user_errors():
-        return fit_remat(lambda policy: peak_of(dataclasses.replace(config, remat=policy)), limit)
+        peak = lambda policy: peak_of(dataclasses.replace(config, remat=policy))
+        return fit_remat(peak, limit, candidates(config))
+
+
+def candidates(config: TrainConfig) -> tuple[str, ...]:
+    """Policies that may be tried; with `--overlap` none that cuts the stack in segments."""
+    return CANDIDATES if config.overlap == "none" else CANDIDATES[:-1]
 
 
 def check_floor(floor: int, limit: float) -> None:
@@ -57,10 +63,8 @@ def changes_that_fit(
       Options and the compiled peak of each, the one that repeats least first.
     """
     policies = [config.remat]  # then what repeats more
-    if config.remat in CANDIDATES:
-        policies += [
-            p for p in CANDIDATES[CANDIDATES.index(config.remat) + 1 :] if p[:5] != "names"
-        ]
+    if config.remat in (listed := candidates(config)):
+        policies += [p for p in listed[listed.index(config.remat) + 1 :] if p[:5] != "names"]
     parts = [config.micro_batches * n for n in (1, 2, 4, 8) if rows % n == 0]
     found = []
     for policy in policies:

@@ -20,7 +20,7 @@ from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
 from experiments.plan_plot import check_picture, draw
-from jaxaccel import optim, plan, sharding, target
+from jaxaccel import optim, plan, remat, sharding, target
 from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
 from jaxaccel.nn import flops_per_token, mtp_shares
@@ -30,6 +30,13 @@ from jaxaccel.timeline import CostModel
 from jaxaccel.train_step import TrainStep, abstract_batch, make_train_step
 
 PROG = "python -m experiments.plan"
+# What hides most of what travels along each axis of the mesh.
+HIDES = {
+    "fsdp": "fsdp-prefetch",
+    "data": "buckets",
+    "tensor": "sequence,collective-matmul",
+    "sequence": "ring-attention",
+}
 POLICIES_DRAWN = ("none", "selective", "full", "sqrt")
 
 
@@ -152,13 +159,25 @@ def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
     doubled = {"batch": 2 * config.batch, "micro_batches": 2 * config.micro_batches}
     text = f"--batch {doubled['batch']} --micro-batches {doubled['micro_batches']}"
     changes["batch"].append(same(text, **doubled))
+    if config.overlap == "none" and not remat.parse(config.remat)[1]:
+        names = ",".join(name for axis, name in HIDES.items() if shards[axis] > 1)
+        if names:
+            changes["waiting"].append(same(f"--overlap {names}", overlap=names))
     for bottleneck in plan.bottlenecks(report, rows):
         for text, changed, on in changes[bottleneck]:
-            peak = compile_step(changed, on).peak_bytes / GIB
-            lines.append(
+            other = compile_step(changed, on)
+            peak = other.peak_bytes / GIB
+            line = (
                 f"{WHY[bottleneck]}: {text}: compiled peak {peak:.3g} GiB instead of "
                 f"{report.peak_gib:.3g} ({peak - report.peak_gib:+.3g})"
             )
+            if bottleneck == "waiting":
+                r = other.analyse("").report
+                line += (
+                    f", modelled step {r.modelled_step_ms:,.1f} ms instead of "
+                    f"{report.modelled_step_ms:,.1f}, exposed {r.exposed_fraction:.1%}"
+                )
+            lines.append(line)
         if not changes[bottleneck]:
             tools = ", ".join(plan.TOOLS[bottleneck])
             lines.append(f"{WHY[bottleneck]}: what helps is {tools}; no option is left to compile")

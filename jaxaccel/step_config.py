@@ -99,7 +99,8 @@ def check_overlap(config: StepConfig, sizes: Mapping[str, int]) -> None:
 def layer_bytes(params: PyTree, dtype: Any) -> int:
     """Bytes of one layer's parameters in the compute dtype; of one group, where layers are unlike."""
     stacked = jax.tree.leaves(params["layers"])
-    return sum(math.prod(x.shape[1:]) for x in stacked) * jnp.dtype(dtype).itemsize
+    width = lambda x: jnp.dtype(dtype if x.ndim > 2 else jnp.float32).itemsize  # of norms: 4
+    return sum(math.prod(x.shape[1:]) * width(x) for x in stacked)
 
 
 def merge(total: tuple, part: tuple) -> tuple:
