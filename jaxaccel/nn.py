@@ -45,6 +45,7 @@ from jaxaccel.layers import (
     Norm,
     Prepared,
     gated,
+    linears,
     rms_norm,
     rotate,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "flops_per_token",
     "gated",
     "linear_shapes",
+    "linears",
     "mtp_shares",
     "parameter_count",
     "rms_norm",
