@@ -29,7 +29,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
 from jaxaccel import accumulate, fp8, losses, nn, overlap, precision, remat, sharding, step_config
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.nn import Decoder, DecoderConfig, Placement
 from jaxaccel.step_config import StepConfig
 from jaxaccel.tensor_parallel import TENSOR, TensorParallel, cost_model
 from pallas_kernels import manual_axes
@@ -190,8 +190,7 @@ def make_gradients(
         attention=_attention(config, mesh),
         # A collective matmul casts what it sends itself.
         between=step_config.between(model, config, None)[split.model is None],
-        lookup=functools.partial(lookup, split, dtype),
-        joint=split.joint(),
+        placement=Placement(lookup=functools.partial(lookup, split, dtype), joint=split.joint()),
     )
     abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     graph = nnx.split(abstract, nnx.Param, nn.NextValue)[0]

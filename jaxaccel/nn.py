@@ -2,7 +2,7 @@
 
 The model knows no technique. What a technique replaces is an argument with a plain
 default: the matmul (`dot_general`), the attention, norm and activation, the loop over layers
-(`scan`) and the placing of activations (`constrain`). A module is a pytree; plain JAX
+(`scan`) and what is due to a mesh (`placement`). A module is a pytree; plain JAX
 transforms it.
 
 Layers are stacked on a leading dimension and run under one `scan`, so that a compiled
@@ -18,7 +18,7 @@ position.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,7 @@ __all__ = [
     "MtpConfig",
     "NextValue",
     "Norm",
+    "Placement",
     "Prepared",
     "RopeScaling",
     "flops_per_token",
@@ -110,9 +111,18 @@ def mtp_shares(config: DecoderConfig, sequence: int, mtp: MtpConfig) -> tuple[fl
     return parameters - 1, flops - 1
 
 
-def take_rows(table_VD: Array, tokens_BT: Array) -> Array:
-    """Rows of a table that this device has whole."""
-    return jnp.take(table_VD, tokens_BT, axis=0)
+class Placement(NamedTuple):
+    """What a decoder does about the devices that it runs on; by default, nothing.
+
+    Attributes:
+      constrain: `(x, logical axes) -> x`, to place activations on a mesh.
+      lookup: `(table [V, D], tokens [B, T]) -> [B, T, D]`, of the embedding.
+      joint: how a layer's linears are computed with other devices.
+    """
+
+    constrain: Callable[[Array, Axes], Array] = lambda x, axes: x
+    lookup: Callable[[Array, Array], Array] = lambda table, tokens: jnp.take(table, tokens, axis=0)
+    joint: Joint = Joint()
 
 
 class Decoder(nnx.Module):
@@ -130,9 +140,7 @@ class Decoder(nnx.Module):
       between: norm and gated activation of the layers.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments; its body is a
         `jax.tree_util.Partial` over the arrays that every layer reads.
-      lookup: `(table [V, D], tokens [B, T]) -> [B, T, D]`, of the embedding.
-      joint: how a layer's linears are computed with other devices.
-      constrain: `(x, logical axes) -> x`, to place activations on a mesh.
+      placement: what it does about the devices that it runs on.
 
     Example:
       >>> config = DecoderConfig(32, layers=2, width=16, heads=2, kv_heads=1, head_size=8,
@@ -153,16 +161,14 @@ class Decoder(nnx.Module):
         attention: Callable = attention_op.attention,
         between: Between = Between(),  # noqa: B008 (immutable)
         scan: Callable = jax.lax.scan,
-        lookup: Callable[[Array, Array], Array] = take_rows,
-        joint: Joint = Joint(),  # noqa: B008 (immutable)
-        constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
+        placement: Placement = Placement(),  # noqa: B008 (immutable)
     ):
         c = config
         parts = {
             "dot_general": dot_general,
             "attention": attention,
             "between": between,
-            "joint": joint,
+            "joint": placement.joint,
         }
 
         def table():
@@ -184,8 +190,8 @@ class Decoder(nnx.Module):
         norm = between.norm
         self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
         self.heads = Heads(c, mtp, rngs=rngs, **parts) if mtp.depth else None
-        self.config, self.dtype, self.lookup = c, dtype, lookup
-        self.scan, self.constrain = scan, constrain
+        self.config, self.dtype, self.scan = c, dtype, scan
+        self.lookup, self.constrain = placement.lookup, placement.constrain
 
     @property
     def head_VD(self) -> Array:

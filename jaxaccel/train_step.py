@@ -29,7 +29,7 @@ from jaxaccel import (
     step_config,
 )
 from jaxaccel.fp8 import DelayedState
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.nn import Decoder, DecoderConfig, Placement
 from jaxaccel.precision import LossScale
 from jaxaccel.step_config import StepConfig
 from pallas_kernels.attention import attention
@@ -171,7 +171,7 @@ def make_train_step(
         attention=sharding.attention_on_shards(attend, mesh, model.kv_heads),
         between=between,
         scan=functools.partial(remat.scan, policy=config.remat),
-        constrain=sharding.constrainer(mesh),
+        placement=Placement(sharding.constrainer(mesh)),
     )
     dots = step_config.matmuls(model, config, warm_start=False)
     build = functools.partial(plain, dot_general=dots, between=casting)
