@@ -235,16 +235,17 @@ class Decoder(nnx.Module):
         *,
         segments_BT: Int[Array, "B T"] | None = None,
         positions_BT: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "N B T D"]:
+    ) -> Float[Array, "N B S D"]:
         """Hidden states for the next token, and for each one that the heads predict after it.
 
         Args:
           tokens_BT, segments_BT, positions_BT: as of a call.
 
         Returns:
-          [1 + depth, B, T, D] in the compute dtype: of position i, [k] is what the output head
+          [1 + depth, B, S, D] in the compute dtype: of position i, [k] is what the output head
           reads for token i + 1 + k, with [0] the result of a call. Where a head would need a
-          token of the next document, or past the row, it means nothing.
+          token of the next document, or past the row, it means nothing. S is T, or what `lookup`
+          leaves this device of it.
         """
         hidden_BTD, embedded_BTD, rope = self._run(tokens_BT, segments_BT, positions_BT)
         if self.heads is None:
