@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any, Literal
 
 from experiments.data import DataConfig
-from experiments.errors import UserError
+from experiments.errors import UserError, user_errors
 from jaxaccel.fp8 import Scaling
 from jaxaccel.nn import DecoderConfig, MtpConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
+from jaxaccel.step_config import check_batch, check_overlap
 from jaxaccel.train_step import StepConfig
 
 
@@ -116,15 +117,10 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
             f"--mtp.depth is {config.mtp.depth}; in rows of {config.sequence} tokens it must be at "
             f"most {config.sequence - 1}"
         )
-    shards = sizes["data"] * sizes["fsdp"]
-    unit = shards * config.micro_batches
-    below = config.batch // unit
-    if config.batch < 1 or config.batch % unit:
-        raise UserError(
-            f"--batch {config.batch} does not divide by {shards} devices x {config.micro_batches} "
-            f"micro-batches; legal are multiples of {unit}, say "
-            f"{' or '.join(str(n * unit) for n in (below, below + 1) if n > 0)}"
-        )
+    with user_errors():
+        step = step_config(config)
+        check_overlap(config.model, step, sizes)
+        check_batch(step, sizes, config.batch, config.sequence)
 
 
 def step_config(config: TrainConfig) -> StepConfig:

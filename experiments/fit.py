@@ -65,7 +65,8 @@ def changes_that_fit(
     policies = [config.remat]  # then what repeats more
     if config.remat in (listed := candidates(config)):
         policies += [p for p in listed[listed.index(config.remat) + 1 :] if p[:5] != "names"]
-    parts = [config.micro_batches * n for n in (1, 2, 4, 8) if rows % n == 0]
+    halves = 2 if "domino" in config.overlap else 1
+    parts = [config.micro_batches * n for n in (1, 2, 4, 8) if rows % (n * halves) == 0]
     found = []
     for policy in policies:
         for count in parts:

@@ -1,17 +1,19 @@
 """The gradients of a batch with every collective written out, for the techniques of `overlap`.
 
-Left to itself, XLA's partitioner decides which collectives a step has, and its scheduler what they
-run beside. Here forward and backward pass of a device are one function under `jax.shard_map`: it
-sees its own rows, positions and shards, and what it needs of the others it asks for. Which parameter
-is gathered and summed over what follows from the same rules as its sharding (`sharding.RULES`):
+Left to itself, XLA's partitioner decides which collectives a step has, and its scheduler what
+they run beside. Here forward and backward pass of a device are one function under
+`jax.shard_map`: it sees its own rows, positions and shards, and what it needs of the others it
+asks for. How a parameter is gathered and its gradient summed follows from the rules that say
+where it lies (`sharding.RULES`). Over an axis of the mesh
 
-  cut over       along a dim      gathered before use, gradient reduce-scattered (`fsdp`, `sequence`)
-                                  or used as it is (`tensor`: matmuls by columns, then by rows)
-  not cut over   fsdp, sequence   gradient summed
-                 data             gradient summed, once a batch
+  that cuts it, `fsdp`, `sequence`      it is gathered before use, its gradient reduce-scattered
+  that cuts it, `tensor`                it is used as it is (`tensor_parallel`)
+  that does not, `fsdp`, `sequence`     its gradient is summed
+  that does not, `data`                 its gradient is summed, once a batch
 
-Sums are float32, gathered matrices in the compute dtype. Numerically this is the program that
-the partitioner makes, up to the order of sums.
+Matrices are gathered, and their gradients summed over devices, in the compute dtype, as by XLA's
+partitioner; sums over `data` and over micro-batches are float32. Up to the order of sums this is
+the partitioner's program.
 """
 
 import dataclasses
@@ -26,8 +28,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
-from jaxaccel import accumulate, losses, nn, overlap, precision, remat, sharding, step_config
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel import accumulate, fp8, losses, nn, overlap, precision, remat, sharding, step_config
+from jaxaccel.nn import Decoder, DecoderConfig, Placement
 from jaxaccel.step_config import StepConfig
 from jaxaccel.tensor_parallel import TENSOR, TensorParallel, cost_model
 from pallas_kernels import manual_axes
@@ -111,6 +113,32 @@ def _parameters(function: Callable, tree: PyTree, *more: PyTree) -> PyTree:
     return jax.tree.map(one, tree, *more, is_leaf=is_variable)
 
 
+def _gather(rule: Callable[..., Rule], layer: PyTree, *, narrow: bool) -> PyTree:
+    """One layer's parameters, whole; kernels of FP8 matmuls travel as the eight bits they need."""
+    whole = _parameters(lambda axes, x: rule(axes).gather(x), layer)
+    for linear, shard in zip(nn.linears(whole), nn.linears(layer)):
+        dot = shard.dot_general
+        if narrow and isinstance(dot, fp8.DotGeneral) and dot.recipe != "block":
+            one = rule(shard.kernel.get_metadata("axes"))
+            kernel, like = shard.kernel.get_value().astype(one.dtype), linear.kernel.get_value()
+            state = None if shard.matmul_state is None else shard.matmul_state.get_value()
+            cast = fp8.quantize_weights(kernel, dot, state)
+            bits = one._replace(dtype=jnp.uint8).gather(cast.values.view(jnp.uint8))
+            scale, amax = (manual_axes.vary(x, one.parts()) for x in (cast.scale, cast.amax))
+            values = bits.view(cast.values.dtype)
+            linear.prepared = nn.Prepared(cast._replace(values=values, scale=scale, amax=amax))
+            # Nothing reads it: it stands for what the gradient is taken of, and takes no memory.
+            linear.kernel.set_value(jnp.zeros_like(like))
+    return whole
+
+
+def _reduce(rule: Callable[..., Rule], layer: PyTree, total: PyTree) -> PyTree:
+    """The gradient of one layer's shards."""
+    for linear in nn.linears(layer):
+        linear.prepared = None
+    return _parameters(lambda axes, x, total: rule(axes).reduce(x, total), layer, total)
+
+
 def lookup(split: TensorParallel, dtype: Any, table: Array, tokens_BT: Array) -> Array:
     """Embeddings of this device's tokens, from a table cut over words and over width.
 
@@ -144,15 +172,7 @@ def make_gradients(
       `(params, fp8, batch, weights) -> ((nll [N], gradients), fp8)`, for arrays on the mesh,
       under `jax.jit`. `labels` of the batch are `losses.ahead_labels`; `weights` [N] multiply
       the sum of each prediction's objective.
-
-    Raises:
-      ValueError: heads that do not divide by the mesh's `tensor`.
     """
-    if model.kv_heads % mesh.shape[TENSOR]:
-        raise ValueError(
-            f"{model.kv_heads} key/value heads do not divide by the {mesh.shape[TENSOR]} devices of "
-            f"tensor; with --overlap it must be a divisor of {model.kv_heads}"
-        )
     bucketed = "buckets" in config.techniques
     prefetched = bucketed or "fsdp-prefetch" in config.techniques
     split = TensorParallel(
@@ -170,8 +190,7 @@ def make_gradients(
         attention=_attention(config, mesh),
         # A collective matmul casts what it sends itself.
         between=step_config.between(model, config, None)[split.model is None],
-        lookup=functools.partial(lookup, split, dtype),
-        joint=split.joint(),
+        placement=Placement(lookup=functools.partial(lookup, split, dtype), joint=split.joint()),
     )
     abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     graph = nnx.split(abstract, nnx.Param, nn.NextValue)[0]
@@ -191,15 +210,13 @@ def make_gradients(
                 Partial(kept, *body.args),
                 carry,
                 *unseed("shard")(seeded),
-                gather=functools.partial(_parameters, lambda axes, x: rule(axes).gather(x)),
-                reduce=functools.partial(
-                    _parameters, lambda axes, x, total: rule(axes).reduce(x, total)
-                ),
+                gather=functools.partial(_gather, rule, narrow=split.model is None),
+                reduce=functools.partial(_reduce, rule),
                 totals=unseed("total")(seeded),
             )
 
         def in_place(after, body, carry, xs):
-            """A plain loop: a layer is gathered where it is used, and again where it is repeated."""
+            """A plain loop: a layer is gathered where it is used or repeated."""
             layer = lambda *args: body.func(*args[:-1], whole(args[-1]))
             kept = remat.checkpoint(layer, config.remat, prevent_cse=False)
             return *jax.lax.scan(Partial(kept, *body.args), carry, xs), whole(after)
@@ -217,7 +234,10 @@ def make_gradients(
         decoder.scan = scan
         decoder.final_norm = whole(decoder.final_norm)
         table = Rule(("vocab", None), jnp.float32, (DATA,), last)  # see `lookup`
-        decoder.embedding = _parameters(lambda _, x: table(x), decoder.embedding)
+        tied = decoder.head is None  # then earlier sums of gradients go with the head
+        decoder.embedding = _parameters(
+            lambda _, x: table(Seeded(x.shard) if tied else x), decoder.embedding
+        )
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
         hidden = split.enter(decoder.ahead(batch["tokens"], **places), dim=2)
         return losses.ahead_cross_entropy(

@@ -46,6 +46,7 @@ from jaxaccel.fp8_delayed import (
     Scaling,
     is_cold,
     settle,
+    share,
     skipped,
     with_window,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "parts",
     "quantize_weights",
     "settle",
+    "share",
     "skipped",
     "with_window",
 ]
@@ -251,7 +253,7 @@ def quantize_weights(
 
 
 def parts(dot: DotGeneral) -> tuple[Callable, ...]:
-    """What a matmul that is cut in pieces calls where `dot` is one call: `overlap.Product`'s fields.
+    """What a matmul in pieces calls where `dot` is one call: the fields of `overlap.Product`.
 
     Args:
       dot: of `current` or `delayed`.

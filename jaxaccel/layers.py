@@ -89,6 +89,19 @@ class Linear(nnx.Module):
         return out + self.bias[...].astype(out.dtype).reshape(*[1] * (out.ndim - 1), -1)
 
 
+def linears(tree: Any) -> list[Linear]:
+    """All linear layers among modules, always in the same order.
+
+    Args:
+      tree: modules, any tree of them.
+
+    Returns:
+      The modules themselves, not copies.
+    """
+    is_linear = lambda node: isinstance(node, Linear)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_linear) if is_linear(node)]
+
+
 class Norm(nnx.Module):
     """Root-mean-square norm with a learned scale."""
 

@@ -86,8 +86,8 @@ class Heads(nnx.Module):
     Args:
       config: shape of the decoder; a head's layer sees as far as the last of its group.
       mtp: how many heads, at least 1, and of which kind.
-      rngs, dot_general, attention, between, joint: as of `Decoder`; the projection's matmul is named
-        `mtp_projection`.
+      rngs, dot_general, attention, between, joint: as of `Decoder`; the projection's matmul is
+        named `mtp_projection`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The model knows no technique. What a technique replaces is an argument with a plain
 default: the matmul (`dot_general`), the attention, norm and activation, the loop over layers
-(`scan`) and the placing of activations (`constrain`). A module is a pytree; plain JAX
+(`scan`) and what is due to a mesh (`placement`). A module is a pytree; plain JAX
 transforms it.
 
 Layers are stacked on a leading dimension and run under one `scan`, so that a compiled
@@ -18,7 +18,7 @@ position.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ from jaxaccel.layers import (
     Norm,
     Prepared,
     gated,
+    linears,
     rms_norm,
     rotate,
 )
@@ -62,11 +63,13 @@ __all__ = [
     "MtpConfig",
     "NextValue",
     "Norm",
+    "Placement",
     "Prepared",
     "RopeScaling",
     "flops_per_token",
     "gated",
     "linear_shapes",
+    "linears",
     "mtp_shares",
     "parameter_count",
     "rms_norm",
@@ -108,9 +111,18 @@ def mtp_shares(config: DecoderConfig, sequence: int, mtp: MtpConfig) -> tuple[fl
     return parameters - 1, flops - 1
 
 
-def take_rows(table_VD: Array, tokens_BT: Array) -> Array:
-    """Rows of a table that this device has whole."""
-    return jnp.take(table_VD, tokens_BT, axis=0)
+class Placement(NamedTuple):
+    """What a decoder does about the devices that it runs on; by default, nothing.
+
+    Attributes:
+      constrain: `(x, logical axes) -> x`, to place activations on a mesh.
+      lookup: `(table [V, D], tokens [B, T]) -> [B, T, D]`, of the embedding.
+      joint: how a layer's linears are computed with other devices.
+    """
+
+    constrain: Callable[[Array, Axes], Array] = lambda x, axes: x
+    lookup: Callable[[Array, Array], Array] = lambda table, tokens: jnp.take(table, tokens, axis=0)
+    joint: Joint = Joint()
 
 
 class Decoder(nnx.Module):
@@ -128,9 +140,7 @@ class Decoder(nnx.Module):
       between: norm and gated activation of the layers.
       scan: the loop over layers, with `jax.lax.scan`'s first three arguments; its body is a
         `jax.tree_util.Partial` over the arrays that every layer reads.
-      lookup: `(table [V, D], tokens [B, T]) -> [B, T, D]`, of the embedding.
-      joint: how a layer's linears are computed with other devices.
-      constrain: `(x, logical axes) -> x`, to place activations on a mesh.
+      placement: what it does about the devices that it runs on.
 
     Example:
       >>> config = DecoderConfig(32, layers=2, width=16, heads=2, kv_heads=1, head_size=8,
@@ -151,16 +161,14 @@ class Decoder(nnx.Module):
         attention: Callable = attention_op.attention,
         between: Between = Between(),  # noqa: B008 (immutable)
         scan: Callable = jax.lax.scan,
-        lookup: Callable[[Array, Array], Array] = take_rows,
-        joint: Joint = Joint(),  # noqa: B008 (immutable)
-        constrain: Callable[[Array, Axes], Array] = lambda x, axes: x,
+        placement: Placement = Placement(),  # noqa: B008 (immutable)
     ):
         c = config
         parts = {
             "dot_general": dot_general,
             "attention": attention,
             "between": between,
-            "joint": joint,
+            "joint": placement.joint,
         }
 
         def table():
@@ -182,8 +190,8 @@ class Decoder(nnx.Module):
         norm = between.norm
         self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
         self.heads = Heads(c, mtp, rngs=rngs, **parts) if mtp.depth else None
-        self.config, self.dtype, self.lookup = c, dtype, lookup
-        self.scan, self.constrain = scan, constrain
+        self.config, self.dtype, self.scan = c, dtype, scan
+        self.lookup, self.constrain = placement.lookup, placement.constrain
 
     @property
     def head_VD(self) -> Array:
@@ -227,16 +235,17 @@ class Decoder(nnx.Module):
         *,
         segments_BT: Int[Array, "B T"] | None = None,
         positions_BT: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "N B T D"]:
+    ) -> Float[Array, "N B S D"]:
         """Hidden states for the next token, and for each one that the heads predict after it.
 
         Args:
           tokens_BT, segments_BT, positions_BT: as of a call.
 
         Returns:
-          [1 + depth, B, T, D] in the compute dtype: of position i, [k] is what the output head
+          [1 + depth, B, S, D] in the compute dtype: of position i, [k] is what the output head
           reads for token i + 1 + k, with [0] the result of a call. Where a head would need a
-          token of the next document, or past the row, it means nothing.
+          token of the next document, or past the row, it means nothing. S is T, or what `lookup`
+          leaves this device of it.
         """
         hidden_BTD, embedded_BTD, rope = self._run(tokens_BT, segments_BT, positions_BT)
         if self.heads is None:

@@ -77,27 +77,78 @@ class StepConfig:
         return listed
 
 
-def check_overlap(config: StepConfig, sizes: Mapping[str, int]) -> None:
-    """Refuses a technique whose mesh axes have one device.
+def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, int]) -> None:
+    """Refuses techniques that the mesh or the model leaves nothing to do.
 
     Args:
+      model: the decoder.
       config: of the step.
       sizes: of the mesh, by axis.
 
     Raises:
-      ValueError: such a technique, and the axes it would need.
+      ValueError: a technique whose axes have one device, heads that do not divide, windows in a
+        ring, heads that predict ahead from positions on another device.
     """
     for name in sorted(config.techniques):
         if all(sizes[axis] == 1 for axis in OVERLAPS[name]):
+            axes = " or ".join(OVERLAPS[name])
             raise ValueError(
-                f"overlap {name!r} hides what travels along {' or '.join(OVERLAPS[name])}, of which "
-                f"the mesh has one device; make it longer, say {OVERLAPS[name][0]}=2, or leave "
-                f"{name!r} out"
+                f"overlap {name!r} hides what travels along {axes}, and the mesh has one device "
+                f"there; make it longer, say {OVERLAPS[name][0]}=2, or leave {name!r} out"
             )
+    if config.techniques and model.kv_heads % sizes["tensor"]:
+        raise ValueError(
+            f"{model.kv_heads} key/value heads do not divide by tensor={sizes['tensor']}; with "
+            f"overlap it must be a divisor of {model.kv_heads}"
+        )
+    if "ring-attention" in config.techniques and any(model.windows):
+        raise ValueError(
+            f"overlap 'ring-attention' has no sliding windows, and the model has {model.windows}; "
+            "leave it out: keys and values are then gathered"
+        )
+    parted = sizes["sequence"] > 1 or "sequence" in config.techniques
+    if config.techniques and parted and config.mtp.depth and config.mtp.kind == "sequential":
+        raise ValueError(
+            "overlap with a row's positions on several devices and sequential heads (mtp) do not "
+            "combine: a head reads the next position; choose parallel heads, or leave one out"
+        )
+
+
+def check_batch(config: StepConfig, sizes: Mapping[str, int], rows: int, length: int) -> None:
+    """Refuses a batch that does not divide over the mesh.
+
+    Args:
+      config: of the step.
+      sizes: of the mesh, by axis.
+      rows: of the whole batch.
+      length: tokens of a row.
+
+    Raises:
+      ValueError: rows or length that do not divide, and legal ones.
+    """
+    shards = sizes["data"] * sizes["fsdp"]
+    halves = 2 if "domino" in config.techniques else 1
+    unit = shards * config.micro_batches * halves
+    if rows < 1 or rows % unit:
+        below = rows // unit
+        legal = " or ".join(str(n * unit) for n in (below, below + 1) if n > 0)
+        two = " x 2 halves (domino)" * (halves - 1)
+        raise ValueError(
+            f"a batch of {rows} rows does not divide by {shards} devices x {config.micro_batches} "
+            f"micro-batches{two}; legal are multiples of {unit}, say {legal}"
+        )
+    chunks = sizes["sequence"] * (2 if "ring-attention" in config.techniques else 1)
+    chunks *= sizes["tensor"] if "sequence" in config.techniques else 1
+    if length % chunks:
+        raise ValueError(
+            f"rows of {length} tokens do not divide by the {chunks} parts that positions are cut "
+            f"into (mesh sequence={sizes['sequence']}, overlap {config.overlap!r}); legal are "
+            f"multiples of {chunks}"
+        )
 
 
 def layer_bytes(params: PyTree, dtype: Any) -> int:
-    """Bytes of one layer's parameters in the compute dtype; of one group, where layers are unlike."""
+    """Bytes of one layer in the compute dtype; of one group of them, where they are unlike."""
     stacked = jax.tree.leaves(params["layers"])
     width = lambda x: jnp.dtype(dtype if x.ndim > 2 else jnp.float32).itemsize  # of norms: 4
     return sum(math.prod(x.shape[1:]) * width(x) for x in stacked)
@@ -164,17 +215,8 @@ def loss_weights(mtp: MtpConfig, step: Int[Array, ""]) -> Float[Array, "N"]:
     return jnp.append(jnp.ones(1), jnp.full(mtp.depth, weight / max(mtp.depth, 1)))
 
 
-def linears(decoder: Decoder) -> list[nn.Linear]:
-    """The linear layers of layers and heads, always in the same order."""
-    modules = [*decoder.layers]
-    if (heads := decoder.heads) is not None:
-        modules += [heads.layer, heads.join]
-    members = (value for module in modules if module for value in vars(module).values())
-    return [member for member in members if isinstance(member, nn.Linear)]
-
-
 def fp8_weights(decoder: Decoder) -> list[Quantized | None]:
-    """The kernel of each of the `linears`, cast; None for one that is not in FP8."""
+    """The kernel of each of `nn.linears`, cast; None for one that is not in FP8."""
 
     def cast(linear: nn.Linear) -> Quantized | None:
         if not isinstance(dot := linear.dot_general, fp8.DotGeneral):
@@ -182,4 +224,4 @@ def fp8_weights(decoder: Decoder) -> list[Quantized | None]:
         state = None if linear.matmul_state is None else linear.matmul_state.get_value()
         return fp8.quantize_weights(linear.kernel.get_value(), dot, state)
 
-    return [cast(linear) for linear in linears(decoder)]
+    return [cast(linear) for linear in nn.linears(decoder)]

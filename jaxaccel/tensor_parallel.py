@@ -1,8 +1,8 @@
 """How the devices of the mesh axis `tensor` compute a layer together, inside `jax.shard_map`.
 
-Matmuls are cut by columns, then by rows (Megatron, arXiv:1909.08053, section 3). What stands between
-the two, attention heads and the MLP's activation, each device has a part of; what stands before and
-after, every device has whole, or (`positions`) for its own positions.
+Matmuls are cut by columns, then by rows (Megatron, arXiv:1909.08053, section 3). What stands
+between the two, attention heads and the MLP's activation, each device has a part of; what stands
+before and after, every device has whole, or (`positions`) for its own positions.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxaccel import fp8, names, overlap
 from jaxaccel.cost import CostModel
-from jaxaccel.layers import Joint, Linear
+from jaxaccel.layers import Joint, Linear, linears
 from jaxaccel.overlap import domino
 from jaxaccel.target import GPUS, Target, find
 from pallas_kernels import manual_axes
@@ -46,7 +46,7 @@ class TensorParallel(NamedTuple):
         """What matmuls by columns read: all positions (dim `dim`), of which each has a part."""
         if not self.positions:
             return jax.tree.map(lambda x: manual_axes.vary(x, (TENSOR,)), x)
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, TENSOR, axis=dim, tiled=True), x)
+        return jax.tree.map(functools.partial(_gather, dim), x)
 
     def leave(self, y: Array) -> Array:
         """The sum over devices of what matmuls by rows found."""
@@ -76,6 +76,7 @@ class TensorParallel(NamedTuple):
         devices = jax.lax.axis_size(TENSOR)
         rows = x.shape[0] * x.shape[1] * (devices if operation == "all_gather_matmul" else 1)
         sizes = rows, x.shape[-1], columns, devices
+        assert self.model is not None
         return overlap.choose(self.model, operation, *sizes, dtype=x.dtype, backward=backward)
 
     def _gather_matmul(self, x: Array, linears: Sequence[Linear]) -> list[Array]:
@@ -108,26 +109,51 @@ class TensorParallel(NamedTuple):
         """The loop over layers with two halves of the rows in turn; `body` is the decoder's."""
         apart = self.joint()._replace(leave=lambda x, linear, name: linear(x))
 
-        def attend(layer, arguments, x, found):
+        def attend(half, x, found, *, index):
             x = names.tag(x if found is None else x + found, names.LAYER_INPUT)
-            return x, layer.attend(x, *arguments)
+            arguments, layers = half
+            return x, layers[index].attend(x, *arguments)
 
-        def mlp(layer, _, x, found):
-            return layer.mlp(x, found)
+        def mlp(half, x, found, *, index):
+            return half[1][index].mlp(x, found)
+
+        def block(compute, index, name):
+            compute = functools.partial(compute, index=index)
+            return domino.Block(compute, lambda found: names.tag(found, name))
 
         def turn(arguments, state, layers):
-            keep = lambda name: lambda found: names.tag(found, name)
-            blocks = []
             for layer in layers:
                 layer.joint = apart
-                first, second = functools.partial(attend, layer), functools.partial(mlp, layer)
-                blocks.append(domino.Block(first, keep(names.ATTENTION_OUTPUT)))
-                blocks.append(domino.Block(second, keep(names.MLP_OUTPUT)))
-            return domino.interleave(blocks, arguments, state, self.leave), None
+            blocks = []
+            for index in range(len(layers)):
+                blocks.append(block(attend, index, names.ATTENTION_OUTPUT))
+                blocks.append(block(mlp, index, names.MLP_OUTPUT))
+            first, second = zip(arguments, _twice(layers))
+            return domino.interleave(blocks, (first, second), state, self.leave), None
 
         body = Partial(turn, domino.halves(body.args))
         state, ys, after = loop(body, domino.begin(x, self.unreduce), layers)
         return domino.end(state, self.leave), ys, after
+
+
+def _gather(dim: int, x: Array) -> Array:
+    """All positions of an activation; of one in FP8 (a tree) the eight bits, and no scalars."""
+    if x.ndim == 0:
+        return x
+    if x.dtype.itemsize > 1:
+        return jax.lax.all_gather(x, TENSOR, axis=dim, tiled=True)
+    bits = jax.lax.stop_gradient(x).view(jnp.uint8)
+    return jax.lax.all_gather(bits, TENSOR, axis=dim, tiled=True).view(x.dtype)
+
+
+def _twice(layers: Any) -> tuple[Any, Any]:
+    """Layers for each of two halves: FP8 state, which is for one call, merges by maximum."""
+    both = layers, jax.tree.map(lambda x: x, layers)
+    for one, other in zip(*map(linears, both)):
+        if (held := one.matmul_state) is not None:
+            first, second = fp8.share(held.get_value())
+            one.matmul_state, other.matmul_state = held.replace(first), held.replace(second)
+    return both
 
 
 def _state(linear: Linear) -> Any:

@@ -29,7 +29,7 @@ from jaxaccel import (
     step_config,
 )
 from jaxaccel.fp8 import DelayedState
-from jaxaccel.nn import Decoder, DecoderConfig
+from jaxaccel.nn import Decoder, DecoderConfig, Placement
 from jaxaccel.precision import LossScale
 from jaxaccel.step_config import StepConfig
 from pallas_kernels.attention import attention
@@ -171,7 +171,7 @@ def make_train_step(
         attention=sharding.attention_on_shards(attend, mesh, model.kv_heads),
         between=between,
         scan=functools.partial(remat.scan, policy=config.remat),
-        constrain=sharding.constrainer(mesh),
+        placement=Placement(sharding.constrainer(mesh)),
     )
     dots = step_config.matmuls(model, config, warm_start=False)
     build = functools.partial(plain, dot_general=dots, between=casting)
@@ -207,7 +207,6 @@ def make_train_step(
     # 3. The loss, a sum over tokens for each prediction: the next token's, and those of the
     #    heads that predict further ahead. Dividing by a count is left to whoever knows the count
     #    of the whole batch.
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
     cross_entropy = step_config.loss_on_shards(config.z_loss, mesh)
     inputs = lambda batch: {f"{key}_BT": batch[key] for key in ("segments", "positions")}
 
@@ -229,7 +228,7 @@ def make_train_step(
 
         def objective(params, fp8_state, part: Batch):
             decoder = nnx.merge(graphdef, params, fp8_state)
-            for linear, kernel in zip(step_config.linears(decoder), kernels):
+            for linear, kernel in zip(nn.linears(decoder), kernels):
                 linear.prepared = None if kernel is None else nn.Prepared(kernel)
             sums = loss_sums(decoder, part)
             return (sums.objective * weights).sum(), sums.nll
@@ -247,19 +246,13 @@ def make_train_step(
         return sums, fp8.settle(state.fp8, fp8_next)
 
     def count_tokens(batch: Batch) -> tuple[Array, Array]:  # int32 [], and float32 [N]
-        unit = shards * config.micro_batches
-        if batch["tokens"].shape[0] % unit:
-            raise ValueError(
-                f"a batch of {batch['tokens'].shape[0]} rows does not divide by "
-                f"{shards} devices x {config.micro_batches} micro-batches; "
-                f"legal are multiples of {unit}"
-            )
+        step_config.check_batch(config, mesh.shape, *batch["tokens"].shape)
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
         return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
     take, options = functools.partial(partitioned, build), {}
     if config.techniques:
-        step_config.check_overlap(config, mesh.shape)
+        step_config.check_overlap(model, config, mesh.shape)
         options = overlap.compiler_options(step_config.layer_bytes(abstract_params, dtype))
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 

@@ -9,12 +9,14 @@ next. Nothing is sent that was not sent before, in twice as many parts.
     transfer               | sum of a     | sum of b   | sum of a  | sum of b
 
 Ties (optimisation barriers) keep this order in the forward pass; left to itself XLA waits for a
-sum before the block that would have hidden it. They have no gradient: in the backward pass the halves
-are independent, and each sum has the weight gradients beside it too.
+sum before the block that would have hidden it, or merges two matmuls that share a weight. Ties
+have no gradient: in the backward pass the halves are independent, and each sum has the weights'
+gradients beside it too. Ties there were tried: they hide more where blocks are short, and cost
+what the fused norms save.
 
 It pays where a half's block computes for about as long as its sum travels, and where half of the
-rows still fill the matmuls. It costs reading each weight twice, and at a loop's border half as much
-again as a layer's input.
+rows still fill the matmuls. It costs reading each weight twice, and at a loop's border half as
+much again as a layer's input.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,11 +1,11 @@
 """A loop over layers whose weights arrive, and whose gradients leave, while it computes.
 
-Sharded weights (ZeRO-3, FSDP) are gathered a layer at a time. In a plain loop a layer's matmuls wait
-for its own weights, and in the backward pass each gradient's reduction ends the turn that made
-it, with nothing left to run beside it. Here both are moved by one turn:
+Sharded weights (ZeRO-3, FSDP) are gathered a layer at a time. In a plain loop a layer's matmuls
+wait for its own weights, and in the backward pass each gradient's reduction ends the turn that
+made it, with nothing left to run beside it. Here both are moved by one turn:
 
-  forward    turn l   gather(l + 1)              while layer l computes
-  backward   turn l   gather(l - 1), reduce(l + 1) while layer l's gradient is taken
+  forward    turn l   gather(l + 1)                  while layer l computes
+  backward   turn l   gather(l - 1), reduce(l + 1)   while layer l's gradient is taken
 
 The backward pass gathers again: what the forward pass gathered is not among its residuals
 (`jax.vjp(..., saveable_args=)`), so that two layers' weights are alive at once and no more, and
@@ -17,17 +17,16 @@ The two collectives are arguments, which makes this one loop serve several techn
 | `gather` | `reduce` | technique |
 |---|---|---|
 | all-gather | reduce-scatter | FSDP (ZeRO-3) with prefetch |
-| all-gather, after a cast to bfloat16 or FP8 | reduce-scatter | the same, half or a quarter of the bytes |
+| all-gather, after a cast to 16 or 8 bits | reduce-scatter | the same, fewer bytes |
 | nothing | all-reduce | data parallelism, a bucket for each layer |
-| nothing | reduce-scatter | ZeRO-2 |
 
-It pays where a layer computes for longer than its weights travel: from some thousand tokens a device
-on. It does not where it computes for less; then the time of the transfers is what is left. The first
-gather and the last reduction have nothing beside them here, but what surrounds the loop.
+It pays where a layer computes for longer than its weights travel: from some thousand tokens a
+device on. Where it computes for less, what is left is the time of the transfers. The first gather
+and the last reduction have nothing beside them here, but what surrounds the loop.
 
-Three turns (the last of the forward pass, the first and the last of the backward pass) stand outside of
-the loops, so that no layer is gathered twice in vain and no weight copied; a program holds a layer
-more often for it, and takes longer to compile.
+Three turns (the last of the forward pass, the first and the last of the backward pass) stand
+outside of the loops, so that no layer is gathered in vain and no weight copied; a program
+holds a layer more often for it, and takes longer to compile.
 """
 
 import functools

@@ -11,10 +11,10 @@ import jax
 
 
 def compiler_options(layer_bytes: int) -> dict[str, Any]:
-    """What `jax.jit(step, compiler_options=)` should be given for a step with `prefetch_scan`.
+    """What to give `jax.jit(step, compiler_options=)` for a step with `prefetch_scan`.
 
-    `xla_gpu_all_gather_combine_threshold_bytes`: gathers of one layer become one, which a whole layer
-    hides; apart, XLA's scheduler puts several of them side by side, and hides the last.
+    `xla_gpu_all_gather_combine_threshold_bytes`: gathers of one layer become one, which a whole
+    layer hides; of several, XLA's scheduler runs some with nothing beside them.
 
     Args:
       layer_bytes: of one layer's gathered weights.
@@ -26,7 +26,7 @@ def compiler_options(layer_bytes: int) -> dict[str, Any]:
       >>> compiler_options(1000)
       {'xla_gpu_all_gather_combine_threshold_bytes': 1000}
     """
-    wanted = {"xla_gpu_all_gather_combine_threshold_bytes": int(layer_bytes)}
+    wanted = {"xla_gpu_all_gather_combine_threshold_bytes": layer_bytes}
     return {name: value for name, value in wanted.items() if known(name, value)}
 
 

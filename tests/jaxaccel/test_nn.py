@@ -14,7 +14,15 @@ import pytest
 from flax import nnx
 
 from jaxaccel import names, sharding
-from jaxaccel.nn import Between, Decoder, DecoderConfig, RopeScaling, rope_frequencies
+from jaxaccel.nn import (
+    Between,
+    Decoder,
+    DecoderConfig,
+    Joint,
+    Placement,
+    RopeScaling,
+    rope_frequencies,
+)
 
 BASE = DecoderConfig(
     vocab_size=29, layers=2, width=20, heads=6, kv_heads=2, head_size=8, mlp_width=27
@@ -387,7 +395,11 @@ def test_what_a_technique_replaces_is_called():
         attention=spy("attention", layer.attention),
         between=Between(spy("norm", plain.final_norm.norm), spy("glu", layer.glu)),
         scan=spy("scan", jax.lax.scan),
-        constrain=spy("constrain", lambda x, axes: x),
+        placement=Placement(
+            spy("constrain", lambda x, axes: x),
+            spy("lookup", plain.lookup),
+            Joint(spy("enter", layer.joint.enter), spy("leave", layer.joint.leave)),
+        ),
     )
     tokens = draw_tokens(BASE, 1, 5)
     jax.eval_shape(spied, tokens)
@@ -400,6 +412,9 @@ def test_what_a_technique_replaces_is_called():
         "glu": 1,
         "scan": 1,
         "constrain": 2,
+        "lookup": 1,
+        "enter": 2,
+        "leave": 2,
     }
 
 

@@ -18,7 +18,7 @@ from jaxaccel import optim, sharding
         ("", 8, (1, 8, 1, 1)),
         ("fsdp=8", 8, (1, 8, 1, 1)),
         ("data=2,fsdp=2,tensor=2", 8, (2, 2, 1, 2)),
-            ("sequence=4,data=2", 8, (2, 1, 4, 1)),
+        ("sequence=4,data=2", 8, (2, 1, 4, 1)),
         ("tensor=2, fsdp=4", 8, (1, 4, 1, 2)),
         (" data = 3 ", 3, (3, 1, 1, 1)),
     ],
