@@ -174,7 +174,6 @@ def make_gradients(
       the sum of each prediction's objective.
     """
     bucketed = "buckets" in config.techniques
-    prefetched = bucketed or "fsdp-prefetch" in config.techniques
     split = TensorParallel(
         positions="sequence" in config.techniques,
         model=cost_model(mesh) if "collective-matmul" in config.techniques else None,
@@ -223,7 +222,7 @@ def make_gradients(
 
         def scan(body, carry, xs):
             stack = xs is decoder.layers
-            loop = functools.partial(ahead if prefetched else in_place, head if stack else [])
+            loop = functools.partial(ahead if config.prefetched else in_place, head if stack else [])
             if stack and "domino" in config.techniques:
                 carry, ys, after = split.interleaved(loop, body, carry, xs)
             else:

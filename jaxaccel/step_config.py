@@ -76,6 +76,11 @@ class StepConfig:
             )
         return listed
 
+    @property
+    def prefetched(self) -> bool:
+        """Whether the loop over layers gathers ahead and reduces behind."""
+        return bool({"fsdp-prefetch", "buckets"} & self.techniques)
+
 
 def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, int]) -> None:
     """Refuses techniques that the mesh or the model leaves nothing to do.
@@ -105,6 +110,11 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
         raise ValueError(
             f"overlap 'ring-attention' has no sliding windows, and the model has {model.windows}; "
             "leave it out: keys and values are then gathered"
+        )
+    if "domino" in config.techniques and config.fp8 == "current":
+        raise ValueError(
+            "overlap 'domino' and fp8 'current' do not combine: a scale comes from the whole tensor, "
+            "and each half would wait for the other; choose fp8 delayed, or leave domino out"
         )
     parted = sizes["sequence"] > 1 or "sequence" in config.techniques
     if config.techniques and parted and config.mtp.depth and config.mtp.kind == "sequential":

@@ -253,7 +253,8 @@ def make_train_step(
     take, options = functools.partial(partitioned, build), {}
     if config.techniques:
         step_config.check_overlap(model, config, mesh.shape)
-        options = overlap.compiler_options(step_config.layer_bytes(abstract_params, dtype))
+        if config.prefetched:
+            options = overlap.compiler_options(step_config.layer_bytes(abstract_params, dtype))
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:

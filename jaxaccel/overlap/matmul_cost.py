@@ -51,7 +51,7 @@ def modelled_seconds(
     Example:
       >>> from pallas_kernels.target import parse as target
       >>> model = CostModel(target("h200x8"))
-      >>> of = modelled_seconds(model, "all_gather_matmul", 8192, 4096, 7168, 8)
+      >>> of = modelled_seconds(model, "all_gather_matmul", 8192, 4096, 3584, 8)
       >>> {form: round(1e6 * seconds) for form, seconds in of.items()}  # microseconds
       {'plain': 868, 'chunked': 844, 'chunked:4': 803, 'ring': 752, 'bidirectional': 810}
     """
@@ -140,8 +140,8 @@ def choose(
     Example:
       >>> from pallas_kernels.target import parse as target
       >>> model = CostModel(target("h200x8"))
-      >>> {n: choose(model, "all_gather_matmul", 8192, 4096, n, 8) for n in (768, 7168)}
-      {768: 'chunked', 7168: 'ring'}
+      >>> {n: choose(model, "all_gather_matmul", 8192, 4096, n, 8) for n in (768, 3584)}
+      {768: 'chunked', 3584: 'ring'}
     """
     if devices == 1:
         return "plain"

@@ -23,7 +23,7 @@ MODEL = CostModel(X8)
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 ROWS, EMBED, N = 8192, 4096, 8
 # Of llama-8b over eight devices: what, K, N; query, key and value are one matmul here.
-QKV, GATE_UP = (GATHER, EMBED, 768), (GATHER, EMBED, 2 * 3584)
+QKV, GATE_UP = (GATHER, EMBED, 768), (GATHER, EMBED, 2 * 1792)
 OUT, DOWN = (SCATTER, 512, EMBED), (SCATTER, 1792, EMBED)
 BOTH = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
