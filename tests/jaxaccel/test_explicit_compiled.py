@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
     def bytes(self):
         """Of all collectives, by kind; what is no more than a few numbers apart."""
-        found = defaultdict(int)
+        found = defaultdict(float)
         for w in self.windows:
             found[w.kind if w.bytes > 64 else "numbers"] += w.bytes * w.count
         return dict(found)
@@ -50,7 +50,7 @@ def compiled(mesh, rows, **options):
     config = StepConfig(precision="bfloat16", attention="xla", clip_norm=math.inf, **options)
     made = train_step.make_train_step(MODEL, optax.sgd(1.0), config, on)
     batch = train_step.abstract_batch(made, rows, LENGTH)
-    text = X8.compile(made.step, made.abstract_state, batch).as_text()
+    text = X8.compile(made.step, made.abstract_state, batch).as_text() or ""
     return Program(windows(hlo.parse(text)), text)
 
 
