@@ -222,7 +222,9 @@ def make_gradients(
 
         def scan(body, carry, xs):
             stack = xs is decoder.layers
-            loop = functools.partial(ahead if config.prefetched else in_place, head if stack else [])
+            loop = functools.partial(
+                ahead if config.prefetched else in_place, head if stack else []
+            )
             if stack and "domino" in config.techniques:
                 carry, ys, after = split.interleaved(loop, body, carry, xs)
             else:

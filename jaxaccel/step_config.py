@@ -113,8 +113,8 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
         )
     if "domino" in config.techniques and config.fp8 == "current":
         raise ValueError(
-            "overlap 'domino' and fp8 'current' do not combine: a scale comes from the whole tensor, "
-            "and each half would wait for the other; choose fp8 delayed, or leave domino out"
+            "overlap 'domino' and fp8 'current' do not combine: a scale is that of the whole "
+            "tensor, and each half would wait for the other; choose delayed, or leave domino out"
         )
     parted = sizes["sequence"] > 1 or "sequence" in config.techniques
     if config.techniques and parted and config.mtp.depth and config.mtp.kind == "sequential":
