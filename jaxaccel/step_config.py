@@ -50,6 +50,7 @@ class StepConfig:
     fp8_scaling: Scaling = Scaling()
     mtp: MtpConfig = MtpConfig()
     overlap: str = "none"  # or names of `OVERLAPS`, comma-separated
+    bucket_mib: float = 30.0  # of `buckets`: gradients of a layer are joined up to this size
 
     def __post_init__(self):
         segmented = remat.parse(self.remat)[1]
@@ -58,6 +59,8 @@ class StepConfig:
                 f"overlap {self.overlap!r} and remat {self.remat!r} do not combine: the loop that "
                 "overlaps takes a layer at a time; choose a policy without sqrt"
             )
+        if not 0 < self.bucket_mib < float("inf"):
+            raise ValueError(f"bucket_mib is {self.bucket_mib}; it must be above 0, and finite")
         if not 0 <= self.z_loss < float("inf"):
             raise ValueError(f"z_loss is {self.z_loss}; it must be 0 or more, and finite")
         if not self.clip_norm > 0:

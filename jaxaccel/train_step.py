@@ -254,7 +254,9 @@ def make_train_step(
     if config.techniques:
         step_config.check_overlap(model, config, mesh.shape)
         if config.prefetched:
-            options = overlap.compiler_options(step_config.layer_bytes(abstract_params, dtype))
+            options = overlap.compiler_options(
+                step_config.layer_bytes(abstract_params, dtype), int(config.bucket_mib * 2**20)
+            )
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:

@@ -10,14 +10,18 @@ from typing import Any
 import jax
 
 
-def compiler_options(layer_bytes: int) -> dict[str, Any]:
+def compiler_options(layer_bytes: int, bucket_bytes: int | None = None) -> dict[str, Any]:
     """What to give `jax.jit(step, compiler_options=)` for a step with `prefetch_scan`.
 
     `xla_gpu_all_gather_combine_threshold_bytes`: gathers of one layer become one, which a whole
     layer hides; of several, XLA's scheduler runs some with nothing beside them.
+    `xla_gpu_all_reduce_combine_threshold_bytes` and the same of `reduce_scatter`: gradients of one
+    layer are joined to buckets, each one reduction, of up to so many bytes; a gradient that is
+    larger goes alone.
 
     Args:
       layer_bytes: of one layer's gathered weights.
+      bucket_bytes: of a bucket; None: XLA's own size, 30 MiB.
 
     Returns:
       Options by name, without those that this XLA does not know; print them, to see what was set.
@@ -27,6 +31,9 @@ def compiler_options(layer_bytes: int) -> dict[str, Any]:
       {'xla_gpu_all_gather_combine_threshold_bytes': 1000}
     """
     wanted = {"xla_gpu_all_gather_combine_threshold_bytes": layer_bytes}
+    if bucket_bytes is not None:
+        for kind in ("all_reduce", "reduce_scatter"):
+            wanted[f"xla_gpu_{kind}_combine_threshold_bytes"] = bucket_bytes
     return {name: value for name, value in wanted.items() if known(name, value)}
 
 
