@@ -3,23 +3,15 @@
 Left to itself, XLA's partitioner decides which collectives a step has, and its scheduler what
 they run beside. Here forward and backward pass of a device are one function under
 `jax.shard_map`: it sees its own rows, positions and shards, and what it needs of the others it
-asks for. How a parameter is gathered and its gradient summed follows from the rules that say
-where it lies (`sharding.RULES`). Over an axis of the mesh
+asks for; `shards` has the rules for parameters and `tensor_parallel` those for activations.
 
-  that cuts it, `fsdp`, `sequence`      it is gathered before use, its gradient reduce-scattered
-  that cuts it, `tensor`                it is used as it is (`tensor_parallel`)
-  that does not, `fsdp`, `sequence`     its gradient is summed
-  that does not, `data`                 its gradient is summed, once a batch
-
-Matrices are gathered, and their gradients summed over devices, in the compute dtype, as by XLA's
-partitioner; sums over `data` and over micro-batches are float32. Up to the order of sums this is
-the partitioner's program.
+Up to the order of sums this is the partitioner's program.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,115 +20,23 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
-from jaxaccel import accumulate, fp8, losses, nn, overlap, precision, remat, sharding, step_config
+from jaxaccel import (
+    accumulate,
+    losses,
+    nn,
+    overlap,
+    precision,
+    remat,
+    sharding,
+    shards,
+    step_config,
+)
 from jaxaccel.nn import Decoder, DecoderConfig, Placement
+from jaxaccel.shards import DATA, ONCE, SHARDS, Rule, Seeded
 from jaxaccel.step_config import StepConfig
 from jaxaccel.tensor_parallel import TENSOR, TensorParallel, cost_model
 from pallas_kernels import manual_axes
 from pallas_kernels.attention import Mask, attention
-
-DATA = "data"
-ONCE = {DATA, TENSOR}  # over these gradients are summed once a batch; what `tensor` adds is small
-SHARDS = sharding.RULES["embed"]  # axes over which parameters are cut, and gathered before use
-
-
-class Seeded(NamedTuple):
-    """A parameter's shard, and the sum of earlier micro-batches' gradients of it, if any."""
-
-    shard: Any
-    total: Any = None
-
-
-class Rule(NamedTuple):
-    """How one parameter becomes what a layer reads, and its gradient that of its shard."""
-
-    axes: tuple[str | None, ...]  # logical, of `RULES`; `embed` is gathered
-    dtype: Any  # that matrices are gathered in
-    tokens: tuple[str, ...]  # axes along which devices have unlike tokens
-    last: bool  # of the micro-batches: gradients are summed over `ONCE` as well
-
-    def dim(self, ndim: int) -> int | None:
-        """Which dim is gathered; a loop over layers has taken the leading ones."""
-        here = self.axes[len(self.axes) - ndim :]
-        return here.index("embed") if "embed" in here else None
-
-    def parts(self) -> tuple[str, ...]:
-        """Axes, besides those gathered over, along which devices have parts of the gradient."""
-        cut = {axis for name in self.axes if name for axis in sharding.RULES[name]}
-        return tuple(axis for axis in self.tokens if axis not in cut)
-
-    def gather(self, shard: Array) -> Array:
-        """The parameter, whole but for what `tensor` cuts."""
-        x = shard.astype(self.dtype) if shard.ndim > 1 else shard
-        if (dim := self.dim(x.ndim)) is not None:
-            x = jax.lax.all_gather(x, SHARDS, axis=dim, tiled=True)
-        return manual_axes.vary(x, self.parts())
-
-    def reduce(self, gradient: Array, total: Array | None) -> Array:
-        """The gradient of the shard, float32."""
-        g = gradient
-        if (dim := self.dim(g.ndim)) is not None:
-            g = jax.lax.psum_scatter(g, SHARDS, scatter_dimension=dim, tiled=True)
-        g = jax.lax.psum(g, tuple(axis for axis in self.parts() if axis not in ONCE))
-        g = g.astype(jnp.float32)
-        if total is not None:
-            g = g + total
-        once = tuple(axis for axis in self.parts() if axis in ONCE)
-        return jax.lax.psum(g, once) if self.last else g
-
-    def __call__(self, seeded: Seeded) -> Array:
-        """`gather`, with `reduce` as its gradient."""
-        return _unshard(self, *seeded)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unshard(rule: Rule, shard: Array, total: Array | None) -> Array:
-    return rule.gather(shard)
-
-
-_unshard.defvjp(
-    lambda rule, shard, total: (rule.gather(shard), total),
-    lambda rule, total, gradient: (rule.reduce(gradient, total), None),
-)
-
-
-def _parameters(function: Callable, tree: PyTree, *more: PyTree) -> PyTree:
-    """Maps `(axes, value, ...)` over the parameters of modules; other state stays."""
-
-    def one(variable, *others):
-        if not isinstance(variable, nnx.Param):
-            return variable
-        values = [other.get_value() for other in (variable, *others)]
-        return variable.replace(function(variable.get_metadata("axes"), *values))
-
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    return jax.tree.map(one, tree, *more, is_leaf=is_variable)
-
-
-def _gather(rule: Callable[..., Rule], layer: PyTree, *, narrow: bool) -> PyTree:
-    """One layer's parameters, whole; kernels of FP8 matmuls travel as the eight bits they need."""
-    whole = _parameters(lambda axes, x: rule(axes).gather(x), layer)
-    for linear, shard in zip(nn.linears(whole), nn.linears(layer)):
-        dot = shard.dot_general
-        if narrow and isinstance(dot, fp8.DotGeneral) and dot.recipe != "block":
-            one = rule(shard.kernel.get_metadata("axes"))
-            kernel, like = shard.kernel.get_value().astype(one.dtype), linear.kernel.get_value()
-            state = None if shard.matmul_state is None else shard.matmul_state.get_value()
-            cast = fp8.quantize_weights(kernel, dot, state)
-            bits = one._replace(dtype=jnp.uint8).gather(cast.values.view(jnp.uint8))
-            scale, amax = (manual_axes.vary(x, one.parts()) for x in (cast.scale, cast.amax))
-            values = bits.view(cast.values.dtype)
-            linear.prepared = nn.Prepared(cast._replace(values=values, scale=scale, amax=amax))
-            # Nothing reads it: it stands for what the gradient is taken of, and takes no memory.
-            linear.kernel.set_value(jnp.zeros_like(like))
-    return whole
-
-
-def _reduce(rule: Callable[..., Rule], layer: PyTree, total: PyTree) -> PyTree:
-    """The gradient of one layer's shards."""
-    for linear in nn.linears(layer):
-        linear.prepared = None
-    return _parameters(lambda axes, x, total: rule(axes).reduce(x, total), layer, total)
 
 
 def lookup(split: TensorParallel, dtype: Any, table: Array, tokens_BT: Array) -> Array:
@@ -197,8 +97,11 @@ def make_gradients(
     def run(last: bool, decoder: Decoder, batch: Mapping[str, Array]) -> losses.LossSums:
         """This device's share of the loss; each parameter of the decoder is a `Seeded`."""
         rule = functools.partial(Rule, dtype=dtype, tokens=tokens, last=last)
-        whole = functools.partial(_parameters, lambda axes, x: rule(axes)(x))
-        unseed = lambda field: functools.partial(_parameters, lambda axes, x: getattr(x, field))
+        whole = functools.partial(shards.parameters, lambda axes, x: rule(axes)(x))
+        unseed = lambda field: functools.partial(
+            shards.parameters, lambda axes, x: getattr(x, field)
+        )
+        # What the loop over layers gathers for after it, it puts in place of the shard.
         head = [decoder.embedding if decoder.head is None else decoder.head]
 
         def ahead(after, body, carry, xs):
@@ -209,8 +112,8 @@ def make_gradients(
                 Partial(kept, *body.args),
                 carry,
                 *unseed("shard")(seeded),
-                gather=functools.partial(_gather, rule, narrow=split.model is None),
-                reduce=functools.partial(_reduce, rule),
+                gather=functools.partial(shards.gather_layer, rule, narrow=split.model is None),
+                reduce=functools.partial(shards.reduce_layer, rule),
                 totals=unseed("total")(seeded),
             )
 
@@ -236,7 +139,7 @@ def make_gradients(
         decoder.final_norm = whole(decoder.final_norm)
         table = Rule(("vocab", None), jnp.float32, (DATA,), last)  # see `lookup`
         tied = decoder.head is None  # then earlier sums of gradients go with the head
-        decoder.embedding = _parameters(
+        decoder.embedding = shards.parameters(
             lambda _, x: table(Seeded(x.shard) if tied else x), decoder.embedding
         )
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
