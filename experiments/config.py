@@ -61,6 +61,8 @@ class TrainConfig:
     overlap: str = "none"
     """Collectives to hide behind compute: none, or several of fsdp-prefetch, buckets, sequence,
     collective-matmul, domino, ring-attention, comma-separated."""
+    zero: Literal[0, 1] = 0
+    """1: optimizer state is cut over the mesh's data axis as well (ZeRO-1)."""
     bucket_mib: float = 30.0
     """With --overlap buckets or fsdp-prefetch: gradients of a layer are joined up to this size."""
 
@@ -92,7 +94,7 @@ class TrainConfig:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
     "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
-    "budget_gib mesh overlap bucket_mib log_every eval_every save_every eval_batches keep "
+    "budget_gib mesh overlap zero bucket_mib log_every eval_every save_every eval_batches keep "
     "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
 )
 

@@ -39,6 +39,9 @@ RULES: Rules = {
     "mlp": ("tensor",),
 }
 
+# Where optimizer state lies under ZeRO-1 (arXiv:1910.02054, section 5.1): over `data` as well.
+ZERO_RULES: Rules = {**RULES, "embed": (*RULES["embed"], "data")}
+
 
 def parse_mesh(text: str, devices: int) -> dict[str, int]:
     """Reads `data=2,fsdp=4` into sizes for every axis.

@@ -50,6 +50,7 @@ class StepConfig:
     fp8_scaling: Scaling = Scaling()
     mtp: MtpConfig = MtpConfig()
     overlap: str = "none"  # or names of `OVERLAPS`, comma-separated
+    zero: Literal[0, 1] = 0  # 1: optimizer state is cut over the mesh's `data` as well
     bucket_mib: float = 30.0  # of `buckets`: gradients of a layer are joined up to this size
 
     def __post_init__(self):

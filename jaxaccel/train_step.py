@@ -93,12 +93,15 @@ def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **arguments))
 
 
-def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
+def parameter_shardings(
+    model: Decoder, mesh: Mesh, rules: sharding.Rules = sharding.RULES
+) -> PyTree[NamedSharding]:
     """A sharding for each parameter, from its logical axes.
 
     Args:
       model: a decoder, abstract or not.
       mesh: from `sharding.make_mesh`.
+      rules: mesh axes by logical axis.
 
     Returns:
       A nested dict, shaped like the parameters.
@@ -111,7 +114,7 @@ def parameter_shardings(model: Decoder, mesh: Mesh) -> PyTree[NamedSharding]:
     def place(path, parameter):
         try:
             axes = parameter.get_metadata("axes")
-            return sharding.sharding(mesh, axes, parameter.shape)
+            return sharding.sharding(mesh, axes, parameter.shape, rules)
         except ValueError as error:
             raise ValueError(f"parameter {jax.tree_util.keystr(path)}: {error}") from None
 
@@ -314,15 +317,17 @@ def make_train_step(
         sums = cross_entropy(hidden, decoder.head_VD, batch["labels"][..., None])
         return jax.tree.map(lambda x: x[0], sums)
 
-    # 7. The sharding of the state: moments lie like their parameters, scalars everywhere.
+    # 7. The sharding of the state: moments lie like their parameters, or in smaller pieces of
+    #    them (ZeRO-1), scalars everywhere.
+    moments = params_sharding
+    if config.zero:
+        moments = parameter_shardings(abstract, mesh, sharding.ZERO_RULES)
     shapes = jax.eval_shape(init, jax.random.key(0))
     state_sharding = jax.tree.map(lambda _: whole, shapes)
     state_sharding = dataclasses.replace(
         state_sharding,
         params=params_sharding,
-        opt_state=sharding.like_parameters(
-            shapes.opt_state, abstract_params, params_sharding, mesh
-        ),
+        opt_state=sharding.like_parameters(shapes.opt_state, abstract_params, moments, mesh),
     )
     place = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)
     return TrainStep(

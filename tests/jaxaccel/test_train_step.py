@@ -407,6 +407,18 @@ def test_parameters_and_moments_really_lie_in_pieces(mesh):
     assert sum(parts) < 0.3 * sum(whole)
 
 
+@pytest.mark.parametrize("overlap", ["none", "buckets"])
+def test_zero_cuts_moments_over_data_and_changes_nothing_else(overlap):
+    maker = make("data=4,fsdp=2", 8, zero=1, overlap=overlap)
+    losses, state = run(maker, 3, rows=16)
+    want, one = run(make(), 3, rows=16)
+    np.testing.assert_allclose(losses, want, rtol=2e-6)
+    assert largest_difference(state.params, one.params) < ACCUMULATED
+    for tree, pieces in ((state.params, 2), (state.opt_state[0].mu, 8), (state.opt_state[0].nu, 8)):
+        kernel = tree["layers"][0]["gate"]["kernel"]
+        assert {s.data.size for s in kernel.addressable_shards} == {kernel.size // pieces}
+
+
 def test_a_model_that_does_not_divide_is_refused_by_name():
     with pytest.raises(ValueError, match=r"parameter .*'embedding'.* 33 .*multiples of 2"):
         make("tensor=2", 2, dataclasses.replace(MODEL, vocab_size=33))
