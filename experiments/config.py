@@ -122,7 +122,9 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
             f"most {config.sequence - 1}"
         )
     with user_errors():
-        step = step_config(config)
+        # Of the policies that `auto` chooses from, any will do here.
+        chosen = dataclasses.replace(config, remat="full") if config.remat == "auto" else config
+        step = step_config(chosen)
         check_overlap(config.model, step, sizes)
         check_batch(step, sizes, config.batch, config.sequence)
 

@@ -87,7 +87,7 @@ def test_heads_are_told_in_words(options, capsys):
         (["--plot", "no/such/folder/plan.png"], ["no/such/folder"]),
         (["--plot", "plan.docx"], ["plan.docx", "png", "svg"]),
         (["--remat", "names:nonsense"], ["nonsense", "query", "mlp_gate"]),
-        (["--target", "h200x8", "--batch", "4"], ["--batch 4", "multiples of 8"]),
+        (["--target", "h200x8", "--batch", "4"], ["batch of 4 rows", "multiples of 8"]),
         (["--mtp.depth", "128"], ["--mtp.depth is 128", "at most 127"]),
     ],
 )

@@ -185,11 +185,11 @@ def test_dry_run_writes_nothing(run, tmp_path):
 
 # What to pass, and what the one line of refusal names.
 REFUSED = [
-    (["--batch", "5", "--micro-batches", "2"], ["--batch 5", "multiples of 2", "4 or 6"]),
+    (["--batch", "5", "--micro-batches", "2"], ["batch of 5 rows", "multiples of 2", "4 or 6"]),
     (["--data.source", "no/such/file"], ["no/such/file"]),
     (["--sequence", "100000"], ["tokens", "one batch"]),
     (["--mesh", "fsdp=3"], ["fsdp=3", "3 places", "1 devices"]),
-    (["--mesh", "fdsp=1"], ["fdsp=1", "data, fsdp, tensor"]),
+    (["--mesh", "fdsp=1"], ["fdsp=1", "data, fsdp, sequence, tensor"]),
     (["--model.vocab-size", "200"], ["258", "--model.vocab-size"]),
     (["--model.kv-heads", "3"], ["2 query heads", "3 key/value heads"]),
     (["--resume", "must"], ["no whole checkpoint"]),
