@@ -28,10 +28,9 @@ wider type. What could be better: casts fused into the norm and the activation b
 """
 
 import dataclasses
-import fnmatch
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +50,7 @@ from jaxaccel.fp8_delayed import (
     with_window,
 )
 from jaxaccel.fp8_fused import Cast
+from jaxaccel.fp8_layers import choose
 from jaxaccel.numerics import Quantized
 from pallas_kernels import manual_axes
 
@@ -280,47 +280,6 @@ def parts(dot: DotGeneral) -> tuple[Callable, ...]:
 
     casts = [lambda x, state, name=name: _quantize(dot, x, name, state) for name in OPERANDS]
     return *casts, multiply, record
-
-
-def choose(shapes: Mapping[str, Sequence[int]], patterns: str = "*") -> dict[str, str]:
-    """Which linear layers to convert, and why not the others.
-
-    Args:
-      shapes: of each layer's weight, by name.
-      patterns: shell patterns, comma-separated; a name that matches one of them is asked for.
-
-    Returns:
-      By name: "" for a layer that is to be converted, else the reason why it is not.
-
-    Raises:
-      ValueError: a pattern that matches no name, or no layer is left; lists the reasons.
-
-    Example:
-      >>> choose({"up": (32, 64), "gate": (32, 60), "query": (32, 32)}, "up,gate")
-      {'up': '', 'gate': '60 is no multiple of 16', 'query': 'not asked for'}
-    """
-    asked = [pattern.strip() for pattern in patterns.split(",")]
-    for pattern in asked:
-        if not fnmatch.filter(shapes, pattern):
-            raise ValueError(
-                f"FP8 for {pattern!r}: there is no such layer; layers: {', '.join(shapes)}"
-            )
-    reasons = {}
-    for name, shape in shapes.items():
-        odd = sorted({size for size in shape if size % 16})
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in asked):
-            reasons[name] = "not asked for"
-        elif len(shape) < 2:
-            reasons[name] = "no matrix"
-        elif odd:  # XLA would pad each operand, at the cost of a copy
-            verb = "is" if len(odd) == 1 else "are"
-            reasons[name] = f"{' and '.join(map(str, odd))} {verb} no multiple of 16"
-        else:
-            reasons[name] = ""
-    if all(reasons.values()):
-        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ValueError(f"no layer for FP8 in {patterns!r}: {found}")
-    return reasons
 
 
 # ---- One matmul, [M, K] x [K, N] or [B, M, K] x [B, K, N] ------------------------------------
