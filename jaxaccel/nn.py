@@ -227,7 +227,8 @@ class Decoder(nnx.Module):
         Returns:
           [B, T, D] in the compute dtype.
         """
-        return self._run(tokens_BT, segments_BT, positions_BT)[0]
+        places = segments_BT, _counted(tokens_BT, positions_BT)
+        return self.final_norm(self.run_layers(self.embed(tokens_BT), *places))
 
     def ahead(
         self,
@@ -247,7 +248,25 @@ class Decoder(nnx.Module):
           token of the next document, or past the row, it means nothing. S is T, or what `lookup`
           leaves this device of it.
         """
-        hidden_BTD, embedded_BTD, rope = self._run(tokens_BT, segments_BT, positions_BT)
+        places = segments_BT, _counted(tokens_BT, positions_BT)
+        embedded_BTD = self.embed(tokens_BT)
+        return self.look_ahead(self.run_layers(embedded_BTD, *places), embedded_BTD, *places)
+
+    def look_ahead(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        embedded_BTD: Float[Array, "B T D"] | None,
+        segments_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "B T"],
+    ) -> Float[Array, "N B S D"]:
+        """What `ahead` returns, from what the layers found.
+
+        Args:
+          x_BTD: from `run_layers`.
+          embedded_BTD: from `embed`; sequential heads read it.
+          segments_BT, positions_BT: as of a call.
+        """
+        hidden_BTD = self.final_norm(x_BTD)
         if self.heads is None:
             return hidden_BTD[None]
 
@@ -255,16 +274,22 @@ class Decoder(nnx.Module):
             y_BTD = layer(names.tag(x_BTD, names.LAYER_INPUT), rope, segments_BT)
             return self.constrain(y_BTD, ("batch", "sequence", None))
 
-        run = Partial(run, rope, segments_BT)
+        run = Partial(run, self.rope(positions_BT), segments_BT)
         later_NBTD = self.heads(hidden_BTD, embedded_BTD, run, self.scan)
         return jnp.concatenate([hidden_BTD[None], later_NBTD])
 
-    def _run(self, tokens_BT, segments_BT, positions_BT):
-        """Hidden states, embedded tokens, and the angles of positions."""
-        if positions_BT is None:
-            row = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-            positions_BT = jnp.broadcast_to(row, tokens_BT.shape)
-        rope = self.rope(positions_BT)
+    def run_layers(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        segments_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """The stream after all layers, before the final norm.
+
+        Args:
+          x_BTD: embedded tokens, or what earlier layers made of them.
+          segments_BT, positions_BT: as of a call.
+        """
 
         def group(rope, segments_BT, x_BTD, layers):
             x_BTD = names.tag(x_BTD, names.LAYER_INPUT)
@@ -272,6 +297,12 @@ class Decoder(nnx.Module):
                 x_BTD = layer(x_BTD, rope, segments_BT)
             return self.constrain(x_BTD, ("batch", "sequence", None)), None
 
-        embedded_BTD = self.embed(tokens_BT)
-        x_BTD, _ = self.scan(Partial(group, rope, segments_BT), embedded_BTD, self.layers)
-        return self.final_norm(x_BTD), embedded_BTD, rope
+        body = Partial(group, self.rope(positions_BT), segments_BT)
+        return self.scan(body, x_BTD, self.layers)[0]
+
+
+def _counted(tokens_BT: Array, positions_BT: Array | None) -> Array:
+    """Places in the row, where no others are given."""
+    if positions_BT is not None:
+        return positions_BT
+    return jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)

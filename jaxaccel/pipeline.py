@@ -1,0 +1,208 @@
+"""Pipeline parallelism as one program: stages that pass activations on and gradients back.
+
+Every device of the mesh axis `stage` runs the same loop over ticks, inside `jax.shard_map`. A table
+(`schedules`) says which micro-batch a stage has in which tick; a stage without one skips the
+computation. In a tick
+
+  a forward pass runs    while the gradient of the last tick's backward pass travels back
+  a backward pass runs   while the activations of this tick's forward pass travel on
+
+or, with delayed sends, both beside what the last tick found. What a forward pass keeps for its
+backward pass (`jax.vjp`'s residuals; `jax.checkpoint` in `layers` decides how much) lies in slots that
+are used again once read, as many as the schedule has micro-batches under way; weights are not
+among it. So memory follows from the number of stages under 1F1B, and from that of micro-batches
+under GPipe.
+
+Where it pays: between machines, where a micro-batch's activations are a small part of what sharded
+weights would send. Where it does not: with few micro-batches; see `schedules` for the bubble. All
+stages wait for the slowest, which is the last if its loss costs more than a layer or two.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxaccel.schedules import IDLE, Schedule, Ticks
+from pallas_kernels import manual_axes
+
+
+class Parts(NamedTuple):
+    """A model in the pieces that stages run, and in that order its weights.
+
+    Attributes:
+      first: `(weights, micro_batch) -> x`, what the first run reads: an embedding.
+      layers: `(weights of one run, x, micro_batch) -> x`.
+      last: `(weights, x, micro_batch) -> (objective, sums)`: a scalar to differentiate, and a tree to
+        add up over micro-batches.
+    """
+
+    first: Any
+    layers: Any
+    last: Any
+
+
+def add(total: Any, part: Any) -> Any:
+    """The sum of two trees, in the dtypes of the first."""
+    return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part)
+
+
+def gradients(
+    parts: Parts,
+    weights: Parts,
+    batch: Any,
+    schedule: Schedule,
+    *,
+    axis_name: str = "stage",
+    combine: Callable[[Any, Any], Any] = add,
+) -> tuple[Any, Parts]:
+    """Gradients of a sum of objectives over micro-batches, computed by the stages of a pipeline.
+
+    For use inside `jax.shard_map`.
+
+    **Exactness**: exact up to the order of float32 additions.
+
+    Args:
+      parts: functions. All devices of a stage must take part alike in their collectives.
+      weights: for each function; `layers` a tree of [chunks, ...] arrays, this stage's runs of
+        layers. Run c of stage s is the model's run c * stages + s.
+      batch: micro-batches, [micro_batches, ...] arrays, the same on every stage.
+      schedule: from `schedules.schedule`.
+      axis_name: the mesh axis.
+      combine: `(total, part) -> total` for gradients (of weights that `jax.grad` gives), in place of
+        float32 sums; it begins with zeros.
+
+    Returns:
+      The sum of `sums`, zero but on the last stage, and a gradient for each weight, float32: of
+      `first` and `last` zero but on the stages that ran them.
+
+    Raises:
+      ValueError: the axis or the arrays do not have the schedule's sizes.
+
+    References:
+      GPipe: arXiv:1811.06965. 1F1B: arXiv:2006.09503. Interleaved: arXiv:2104.04473.
+    """
+    _check(weights, batch, schedule, axis_name)
+    vary = functools.partial(jax.tree.map, lambda x: manual_axes.vary(x, (axis_name,)))
+    weights = Parts(*map(vary, weights))
+    stages, here = schedule.stages, jax.lax.axis_index(axis_name)
+    ticks = Ticks(*(jnp.asarray(table)[:, here] for table in schedule.ticks))
+    micro_batch = lambda index: vary(_at(batch, index))
+    run = lambda chunk: _at(weights.layers, chunk)
+    onward = [(s, (s + 1) % stages) for s in range(stages if schedule.chunks > 1 else stages - 1)]
+    send = lambda x, pairs: jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), x)
+    send_on = functools.partial(send, pairs=onward)
+    send_back = functools.partial(send, pairs=[pair[::-1] for pair in onward])
+
+    def embed(index):
+        return vary(parts.first(weights.first, micro_batch(index)))
+
+    def layers(chunk, x, index):
+        """One run, and what its backward pass needs apart from weights and micro-batch."""
+        arguments = run(chunk), x, micro_batch(index)
+        y, pullback = jax.vjp(parts.layers, *arguments, saveable_args=(False, True, False))
+        leaves, rebuild[:] = jax.tree.flatten(pullback)[0], [jax.tree.structure(pullback)]
+        return vary(y), leaves
+
+    rebuild: list[Any] = []  # the pullback's structure: known once `layers` was traced
+    with_loss = jax.value_and_grad(parts.last, argnums=(0, 1), has_aux=True)
+
+    def forward(now: Ticks, memory: dict):
+        index, chunk = now.forward, now.forward_chunk
+        x = jax.lax.cond(
+            now.read == IDLE, lambda: embed(index), lambda: _at(memory["inputs"], now.read)
+        )
+        y, kept = layers(chunk, x, index)
+        memory = memory | {"kept": _put(memory["kept"], kept, now.keep)}
+
+        def turn(memory):
+            (_, sums), (more, back) = with_loss(weights.last, y, micro_batch(index))
+            return memory | {
+                "sums": add(memory["sums"], vary(sums)),
+                "last": combine(memory["last"], more),
+                "gradients": _put(memory["gradients"], back, now.turn),
+            }
+
+        return y, jax.lax.cond(now.turn == IDLE, lambda m: m, turn, memory)
+
+    def backward(now: Ticks, memory: dict):
+        index, chunk = now.backward, now.backward_chunk
+        pullback = jax.tree.unflatten(rebuild[0], _at(memory["kept"], now.kept))
+        arguments = [run(chunk), pullback.args_res[1], micro_batch(index)]
+        more, back, _ = pullback.replace(args_res=arguments)(_at(memory["gradients"], now.gradient))
+        total = combine(_at(memory["layers"], chunk), more)
+        memory = memory | {"layers": _put(memory["layers"], total, chunk)}
+
+        def end(memory):
+            pullback = jax.vjp(lambda w: vary(parts.first(w, micro_batch(index))), weights.first)[1]
+            return memory | {"first": combine(memory["first"], pullback(back)[0])}
+
+        return back, jax.lax.cond(now.ends == 1, end, lambda m: m, memory)
+
+    def tick(state, now: Ticks):
+        memory, y, g = state
+        # What the tick before found travels back while the forward pass runs; delayed, on.
+        arriving = send_on(y) if schedule.delayed else send_back(g)
+        y, memory = jax.lax.cond(now.forward == IDLE, idle, forward, now, memory)
+        arriving, y, g = _together(arriving, y, g)
+        place = "inputs" if schedule.delayed else "gradients"
+        slots = {"inputs": now.arrives, "gradients": now.returns}
+        memory[place] = _put(memory[place], arriving, slots.pop(place))
+        arriving = send_back(g) if schedule.delayed else send_on(y)
+        g, memory = jax.lax.cond(now.backward == IDLE, idle, backward, now, memory)
+        arriving, g = _together(arriving, g)
+        (place, slot), = slots.items()
+        memory[place] = _put(memory[place], arriving, slot)
+        return (memory, y, g), None
+
+    idle = lambda now, memory: (_zeros(x), memory)
+    x = jax.eval_shape(embed, 0)
+    kept = jax.eval_shape(lambda x: layers(0, x, 0)[1], x)
+    sums = jax.eval_shape(lambda x: vary(parts.last(weights.last, x, micro_batch(0))[1]), x)
+    floats = functools.partial(_zeros, dtype=jnp.float32)
+    memory = {
+        "inputs": _zeros(x, schedule.inputs + 1),
+        "kept": _zeros(kept, schedule.kept),
+        "gradients": _zeros(x, schedule.gradients + 1),
+        "sums": _zeros(sums),
+        **{name: floats(tree) for name, tree in weights._asdict().items()},
+    }
+    memory = jax.lax.scan(tick, (memory, _zeros(x), _zeros(x)), ticks)[0][0]
+    return memory["sums"], Parts(memory["first"], memory["layers"], memory["last"])
+
+
+def _check(weights: Parts, batch: Any, schedule: Schedule, axis_name: str) -> None:
+    sizes = {
+        f"devices of {axis_name!r}": ({jax.lax.axis_size(axis_name)}, schedule.stages),
+        "micro-batches": ({x.shape[0] for x in jax.tree.leaves(batch)}, schedule.micro_batches),
+        "runs of layers": ({x.shape[0] for x in jax.tree.leaves(weights.layers)}, schedule.chunks),
+    }
+    for what, (got, wanted) in sizes.items():
+        if got != {wanted}:
+            raise ValueError(f"got {sorted(got)} {what}; the schedule has {wanted}")
+
+
+def _at(stack: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), stack)
+
+
+def _put(stack: Any, one: Any, index: Any) -> Any:
+    put = lambda s, x: jax.lax.dynamic_update_index_in_dim(s, x, index, 0)
+    return jax.tree.map(put, stack, one)
+
+
+def _together(*trees: Any) -> tuple:
+    """The same values, none before all: XLA's scheduler moves nothing across."""
+    return jax.lax.optimization_barrier(trees)
+
+
+def _zeros(tree: Any, count: int | None = None, dtype: Any = None) -> Any:
+    """Zeros like the arrays, or `count` of each; they vary over devices as the arrays do."""
+
+    def zeros(x):
+        shape = x.shape if count is None else (count, *x.shape)
+        return manual_axes.vary(jnp.zeros(shape, dtype or x.dtype), manual_axes.varying(x))
+
+    return jax.tree.map(zeros, tree)
