@@ -22,7 +22,7 @@ def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: 
       UserError: an option is unknown (the message names the nearest) or its value is not legal.
     """
     # An option cannot be a group of others at once: `--optimizer NAME` stands for one of its group.
-    short = {"--optimizer": "--optimizer.name"}
+    short = {"--optimizer": "--optimizer.name", "--microbatches": "--micro-batches"}
     args = [
         "=".join([short.get(option, option), *value])
         for option, *value in (arg.split("=", 1) for arg in args)

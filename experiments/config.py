@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 from experiments.data import DataConfig
 from experiments.errors import UserError, user_errors
+from jaxaccel import schedules
 from jaxaccel.fp8 import Scaling
 from jaxaccel.nn import DecoderConfig, MtpConfig
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
-from jaxaccel.step_config import check_batch, check_overlap
+from jaxaccel.step_config import check_batch, check_overlap, check_pipeline
 from jaxaccel.train_step import StepConfig
 
 
@@ -57,7 +58,7 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of the squared log-partition in the loss."""
     mesh: str = ""
-    """Devices by axis, say data=2,fsdp=4 (also sequence, tensor); empty: all on fsdp."""
+    """Devices by axis, say data=2,fsdp=4 (also stage, sequence, tensor); empty: all on fsdp."""
     overlap: str = "none"
     """Collectives to hide behind compute: none, or several of fsdp-prefetch, buckets, sequence,
     collective-matmul, domino, ring-attention, comma-separated."""
@@ -65,6 +66,14 @@ class TrainConfig:
     """1: optimizer state is cut over the mesh's data axis as well (ZeRO-1)."""
     bucket_mib: float = 30.0
     """With --overlap buckets or fsdp-prefetch: gradients of a layer are joined up to this size."""
+    pipeline: schedules.Kind = "1f1b"
+    """With a mesh of several stages: in which order they run micro-batches (--micro-batches)."""
+    chunks: int = 2
+    """With --pipeline interleaved: runs of layers on each stage."""
+    delayed_sends: bool = False
+    """Of a pipeline: a transfer has a whole tick, and a fill takes twice as long."""
+    stage_layers: tuple[int, ...] = ()
+    """Of a pipeline: layers of each stage (each run, if interleaved); empty: even."""
 
     log_every: int = 10
     eval_every: int = 200
@@ -94,7 +103,7 @@ class TrainConfig:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
     "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
-    "budget_gib mesh overlap zero bucket_mib log_every eval_every save_every eval_batches keep "
+    "budget_gib mesh overlap zero bucket_mib pipeline chunks delayed_sends stage_layers log_every eval_every save_every eval_batches keep "
     "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
 )
 
@@ -126,6 +135,7 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         chosen = dataclasses.replace(config, remat="full") if config.remat == "auto" else config
         step = step_config(chosen)
         check_overlap(config.model, step, sizes)
+        check_pipeline(config.model, step, sizes["stage"])
         check_batch(step, sizes, config.batch, config.sequence)
 
 

@@ -11,7 +11,7 @@ Up to the order of sums this is the partitioner's program.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,66 @@ def lookup(split: TensorParallel, dtype: Any, table: Array, tokens_BT: Array) ->
     return split.leave(found)
 
 
+class OnDevice(NamedTuple):
+    """How a device computes its part of a decoder."""
+
+    split: TensorParallel
+    tokens: tuple[str, ...]  # axes along which devices have unlike tokens
+    dtype: Any  # of the computation
+    build: Callable[..., Decoder]  # takes `rngs`
+
+
+def on_device(
+    model: DecoderConfig, config: StepConfig, mesh: Mesh, dots: Mapping[str, Callable]
+) -> OnDevice:
+    """The decoder as a device runs it, with what it asks of others written out."""
+    split = TensorParallel(
+        positions="sequence" in config.techniques,
+        model=cost_model(mesh) if "collective-matmul" in config.techniques else None,
+    )
+    tokens = (*sharding.TOKEN_AXES, TENSOR) if split.positions else sharding.TOKEN_AXES
+    dtype = precision.COMPUTE_DTYPES[config.precision]
+    build = functools.partial(
+        Decoder,
+        model,
+        config.mtp,
+        dtype=dtype,
+        dot_general=dots,
+        attention=_attention(config, mesh),
+        # A collective matmul casts what it sends itself.
+        between=step_config.between(model, config, None)[split.model is None],
+        placement=Placement(lookup=functools.partial(lookup, split, dtype), joint=split.joint()),
+    )
+    return OnDevice(split, tokens, dtype, build)
+
+
+def on_mesh(local: Callable, config: StepConfig, mesh: Mesh, placed: PyTree) -> Callable:
+    """`local(params, fp8, batch, weights) -> ((nll, gradients), fp8)` of a device, for a mesh.
+
+    Args:
+      local: what each device computes.
+      config: of the step.
+      mesh: of the devices.
+      placed: shardings of the parameters.
+    """
+    places, whole = jax.tree.map(lambda s: s.spec, placed), PartitionSpec()
+    rows = sharding.spec(("batch", "sequence"))
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(places, whole, rows, whole),
+        out_specs=((whole, places), whole),
+    )
+    if "ring-attention" not in config.techniques:
+        return mapped
+    balanced = lambda batch: jax.tree.map(
+        lambda x: overlap.zigzag(x, mesh.shape["sequence"]), batch
+    )
+    return lambda params, fp8_state, batch, weights: mapped(
+        params, fp8_state, balanced(batch), weights
+    )
+
+
 def make_gradients(
     model: DecoderConfig,
     config: StepConfig,
@@ -74,23 +134,7 @@ def make_gradients(
       the sum of each prediction's objective.
     """
     bucketed = "buckets" in config.techniques
-    split = TensorParallel(
-        positions="sequence" in config.techniques,
-        model=cost_model(mesh) if "collective-matmul" in config.techniques else None,
-    )
-    tokens = (*sharding.TOKEN_AXES, TENSOR) if split.positions else sharding.TOKEN_AXES
-    dtype = precision.COMPUTE_DTYPES[config.precision]
-    build = functools.partial(
-        Decoder,
-        model,
-        config.mtp,
-        dtype=dtype,
-        dot_general=dots,
-        attention=_attention(config, mesh),
-        # A collective matmul casts what it sends itself.
-        between=step_config.between(model, config, None)[split.model is None],
-        placement=Placement(lookup=functools.partial(lookup, split, dtype), joint=split.joint()),
-    )
+    split, tokens, dtype, build = on_device(model, config, mesh, dots)
     abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     graph = nnx.split(abstract, nnx.Param, nn.NextValue)[0]
 
@@ -160,7 +204,7 @@ def make_gradients(
         (_, nll), (grads, fp8_next) = with_value(params, fp8_state)
         return (nll, grads), fp8_next
 
-    places, whole = jax.tree.map(lambda s: s.spec, placed), PartitionSpec()
+    places = jax.tree.map(lambda s: s.spec, placed)
 
     def once(spec: PartitionSpec) -> tuple[str, ...]:
         cut = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
@@ -186,21 +230,7 @@ def make_gradients(
         fp8_next = jax.tree.map(lambda x: jax.lax.pmax(x, sharding.TOKEN_AXES), fp8_next)
         return (jax.lax.psum(nll, sharding.TOKEN_AXES), grads), fp8_next
 
-    rows = sharding.spec(("batch", "sequence"))
-    on_mesh = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(places, whole, rows, whole),
-        out_specs=((whole, places), whole),
-    )
-    if "ring-attention" not in config.techniques:
-        return on_mesh
-    balanced = lambda batch: jax.tree.map(
-        lambda x: overlap.zigzag(x, mesh.shape["sequence"]), batch
-    )
-    return lambda params, fp8_state, batch, weights: on_mesh(
-        params, fp8_state, balanced(batch), weights
-    )
+    return on_mesh(local, config, mesh, placed)
 
 
 def _attention(config: StepConfig, mesh: Mesh) -> Callable:

@@ -52,6 +52,7 @@ from jaxaccel.fp8_delayed import (
 from jaxaccel.fp8_fused import Cast
 from jaxaccel.fp8_layers import choose
 from jaxaccel.numerics import Quantized
+from jaxaccel.sharding import STAGE
 from pallas_kernels import manual_axes
 
 Dims = tuple[tuple[Any, Any], tuple[Any, Any]]  # ((contracting), (batch)), each (lhs, rhs)
@@ -339,7 +340,7 @@ def _multiply(a: Quantized, b: Quantized, contract: tuple[int, int], *, full: bo
 
 def _quantize(dot: DotGeneral, x: Array, operand: str, state: DelayedState | None) -> Quantized:
     format, top = getattr(dot.scaling, operand), numerics.amax(x)
-    if dot.recipe == "current" and (axes := tuple(manual_axes.varying(x))):
+    if dot.recipe == "current" and (axes := tuple(manual_axes.varying(x) - {STAGE})):
         top = jax.lax.pmax(top, axes)  # inside shard_map: of the tensor, not of this shard
     scale = numerics.scale(top, format, power_of_two=dot.scaling.power_of_two)
     if state is not None:

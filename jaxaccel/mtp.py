@@ -109,11 +109,14 @@ class Heads(nnx.Module):
         norm = between.norm
         self.norm = Norm(c.width, "embed", stack=mtp.depth, epsilon=c.norm_epsilon, norm=norm)
         self.mtp = mtp
+        for parameter in jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, nnx.Param)):
+            if isinstance(parameter, nnx.Param):  # a stack of heads lies whole on each device
+                parameter.set_metadata(axes=(None, *parameter.get_metadata("axes")[1:]))
 
     def __call__(
         self,
         hidden_BTD: Float[Array, "B T D"],
-        embedded_BTD: Float[Array, "B T D"],
+        embedded_BTD: Float[Array, "B T D"] | None,
         run: Callable[[Layer, Array], Array],
         scan: Callable,
     ) -> Float[Array, "N B T D"]:
@@ -121,7 +124,7 @@ class Heads(nnx.Module):
 
         Args:
           hidden_BTD: the decoder's, after its last norm.
-          embedded_BTD: the row's own tokens, embedded.
+          embedded_BTD: the row's own tokens, embedded; parallel heads do not read it.
           run: calls a head's layer; a `jax.tree_util.Partial` if arrays come with it.
           scan: the decoder's loop over layers; what it recomputes of a layer, it does here.
 

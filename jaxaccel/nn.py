@@ -254,7 +254,7 @@ class Decoder(nnx.Module):
 
     def look_ahead(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B S D"],
         embedded_BTD: Float[Array, "B T D"] | None,
         segments_BT: Int[Array, "B T"] | None,
         positions_BT: Int[Array, "B T"],
@@ -280,10 +280,10 @@ class Decoder(nnx.Module):
 
     def run_layers(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B S D"],
         segments_BT: Int[Array, "B T"] | None,
         positions_BT: Int[Array, "B T"],
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B S D"]:
         """The stream after all layers, before the final norm.
 
         Args:

@@ -103,7 +103,7 @@ def gradients(
         """One run, and what its backward pass needs apart from weights and micro-batch."""
         arguments = run(chunk), x, micro_batch(index)
         y, pullback = jax.vjp(parts.layers, *arguments, saveable_args=(False, True, False))
-        leaves, rebuild[:] = jax.tree.flatten(pullback)[0], [jax.tree.structure(pullback)]
+        leaves, rebuild[:] = vary(jax.tree.leaves(pullback)), [jax.tree.structure(pullback)]
         return vary(y), leaves
 
     rebuild: list[Any] = []  # the pullback's structure: known once `layers` was traced
@@ -153,7 +153,7 @@ def gradients(
         arriving = send_back(g) if schedule.delayed else send_on(y)
         g, memory = jax.lax.cond(now.backward == IDLE, idle, backward, now, memory)
         arriving, g = _together(arriving, g)
-        (place, slot), = slots.items()
+        ((place, slot),) = slots.items()
         memory[place] = _put(memory[place], arriving, slot)
         return (memory, y, g), None
 

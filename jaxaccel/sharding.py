@@ -4,6 +4,7 @@ A mesh has named axes; a model's arrays have named dimensions ("logical axes"); 
 below say which mesh axes a dimension is cut over. Parameters, optimizer state, batch,
 activations and checkpoints all take their sharding from here.
 
+  stage     unlike layers (a pipeline); what is no layer is cut along its width
   data      copies of the model, unlike rows of the batch
   fsdp      unlike rows of the batch, and parameters cut along their width (ZeRO-3)
   sequence  unlike positions of one row, and parameters cut along their width as well
@@ -22,7 +23,8 @@ from jaxtyping import Array, PyTree
 from pallas_kernels import manual_axes
 from pallas_kernels.attention import Mask
 
-AXES = ("data", "fsdp", "sequence", "tensor")
+STAGE = "stage"
+AXES = (STAGE, "data", "fsdp", "sequence", "tensor")
 BATCH_AXES = ("data", "fsdp")
 TOKEN_AXES = (*BATCH_AXES, "sequence")  # along these, devices have unlike tokens
 
@@ -39,8 +41,28 @@ RULES: Rules = {
     "mlp": ("tensor",),
 }
 
-# Where optimizer state lies under ZeRO-1 (arXiv:1910.02054, section 5.1): over `data` as well.
-ZERO_RULES: Rules = {**RULES, "embed": (*RULES["embed"], "data")}
+
+def state_rules(axes: Sequence[str | None], mesh: Mesh, *, zero: bool = False) -> Rules:
+    """Where a parameter lies between steps, or its optimizer state.
+
+    Stages of a pipeline keep their own layers. What is no layer, embedding and output head above
+    all, they share: left to the first and the last, it would fill these two alone.
+
+    Args:
+      axes: the parameter's logical axes.
+      mesh: with every axis of `AXES`.
+      zero: cut over `data` as well (ZeRO-1, arXiv:1910.02054, section 5.1), for optimizer state.
+
+    Returns:
+      `RULES`, changed so.
+    """
+    rules = dict(RULES)
+    if mesh.shape.get(STAGE, 1) > 1:
+        cut = "layers" if "layers" in axes else "embed"
+        rules[cut] = (*rules[cut], STAGE)
+    if zero:
+        rules["embed"] = (*rules["embed"], "data")
+    return rules
 
 
 def parse_mesh(text: str, devices: int) -> dict[str, int]:
@@ -60,7 +82,7 @@ def parse_mesh(text: str, devices: int) -> dict[str, int]:
 
     Example:
       >>> parse_mesh("data=2,tensor=4", 8)
-      {'data': 2, 'fsdp': 1, 'sequence': 1, 'tensor': 4}
+      {'stage': 1, 'data': 2, 'fsdp': 1, 'sequence': 1, 'tensor': 4}
     """
     sizes = dict.fromkeys(AXES, 1)
     if not text:

@@ -26,7 +26,7 @@ from pallas_kernels import manual_axes
 
 DATA = "data"
 ONCE = {DATA, "tensor"}  # over these gradients are summed once a batch; what `tensor` adds is small
-SHARDS = sharding.RULES["embed"]  # axes over which parameters are cut, and gathered before use
+SHARDS = sharding.RULES["embed"]  # axes over which layers are cut, and gathered before use
 
 
 class Seeded(NamedTuple):
@@ -43,6 +43,7 @@ class Rule(NamedTuple):
     dtype: Any  # that matrices are gathered in
     tokens: tuple[str, ...]  # axes along which devices have unlike tokens
     last: bool  # of the micro-batches: gradients are summed over `ONCE` as well
+    shards: tuple[str, ...] = SHARDS  # that `embed` is cut over
 
     def dim(self, ndim: int) -> int | None:
         """Which dim is gathered; a loop over layers has taken the leading ones."""
@@ -51,21 +52,26 @@ class Rule(NamedTuple):
 
     def parts(self) -> tuple[str, ...]:
         """Axes, besides those gathered over, along which devices have parts of the gradient."""
-        cut = {axis for name in self.axes if name for axis in sharding.RULES[name]}
+        rules = {**sharding.RULES, "embed": self.shards}
+        cut = {axis for name in self.axes if name for axis in rules[name]}
         return tuple(axis for axis in self.tokens if axis not in cut)
+
+    def cast(self, shard: Array) -> Array:
+        """In the dtype that it travels in."""
+        return shard.astype(self.dtype) if shard.ndim > 1 else shard
 
     def gather(self, shard: Array) -> Array:
         """The parameter, whole but for what `tensor` cuts."""
-        x = shard.astype(self.dtype) if shard.ndim > 1 else shard
+        x = self.cast(shard)
         if (dim := self.dim(x.ndim)) is not None:
-            x = jax.lax.all_gather(x, SHARDS, axis=dim, tiled=True)
+            x = jax.lax.all_gather(x, self.shards, axis=dim, tiled=True)
         return manual_axes.vary(x, self.parts())
 
     def reduce(self, gradient: Array, total: Array | None) -> Array:
         """The gradient of the shard, float32."""
         g = gradient
         if (dim := self.dim(g.ndim)) is not None:
-            g = jax.lax.psum_scatter(g, SHARDS, scatter_dimension=dim, tiled=True)
+            g = jax.lax.psum_scatter(g, self.shards, scatter_dimension=dim, tiled=True)
         g = jax.lax.psum(g, tuple(axis for axis in self.parts() if axis not in ONCE))
         g = g.astype(jnp.float32)
         if total is not None:

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, remat, sharding
+from jaxaccel import accumulate, fp8, fp8_fused, losses, nn, remat, schedules, sharding
 from jaxaccel.fp8 import Quantized, Scaling
 from jaxaccel.nn import Between, Decoder, DecoderConfig, MtpConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.remat import Policy
+from jaxaccel.schedules import Schedule
 from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
 from pallas_kernels.swiglu import swiglu, swiglu_fp8
 
@@ -52,6 +53,10 @@ class StepConfig:
     overlap: str = "none"  # or names of `OVERLAPS`, comma-separated
     zero: Literal[0, 1] = 0  # 1: optimizer state is cut over the mesh's `data` as well
     bucket_mib: float = 30.0  # of `buckets`: gradients of a layer are joined up to this size
+    pipeline: schedules.Kind = "1f1b"  # of a mesh with stages; see `schedules`
+    chunks: int = 2  # of `interleaved`: runs of layers on each stage
+    delayed_sends: bool = False  # a transfer has a whole tick
+    stage_layers: tuple[int, ...] = ()  # of each run of layers, in order; empty: as even as can be
 
     def __post_init__(self):
         segmented = remat.parse(self.remat)[1]
@@ -105,10 +110,11 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
                 f"overlap {name!r} hides what travels along {axes}, and the mesh has one device "
                 f"there; make it longer, say {OVERLAPS[name][0]}=2, or leave {name!r} out"
             )
-    if config.techniques and model.kv_heads % sizes["tensor"]:
+    explicit = config.techniques or sizes["stage"] > 1
+    if explicit and model.kv_heads % sizes["tensor"]:
         raise ValueError(
             f"{model.kv_heads} key/value heads do not divide by tensor={sizes['tensor']}; with "
-            f"overlap it must be a divisor of {model.kv_heads}"
+            f"overlap or stages it must be a divisor of {model.kv_heads}"
         )
     if "ring-attention" in config.techniques and any(model.windows):
         raise ValueError(
@@ -121,11 +127,95 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
             "tensor, and each half would wait for the other; choose delayed, or leave domino out"
         )
     parted = sizes["sequence"] > 1 or "sequence" in config.techniques
-    if config.techniques and parted and config.mtp.depth and config.mtp.kind == "sequential":
+    if explicit and parted and config.mtp.depth and config.mtp.kind == "sequential":
         raise ValueError(
             "overlap with a row's positions on several devices and sequential heads (mtp) do not "
             "combine: a head reads the next position; choose parallel heads, or leave one out"
         )
+
+
+def schedule(config: StepConfig, stages: int) -> Schedule:
+    """The pipeline's schedule, on so many stages."""
+    chunks = config.chunks if config.pipeline == "interleaved" else 1
+    return schedules.schedule(
+        config.pipeline, stages, config.micro_batches, chunks=chunks, delayed=config.delayed_sends
+    )
+
+
+def runs(model: DecoderConfig, config: StepConfig, pipeline: Schedule) -> tuple[int, ...]:
+    """Lengths of the runs of layers that stages have, in the model's order.
+
+    In groups of layers, where a model's layers are unlike and repeat in groups.
+
+    Raises:
+      ValueError: more runs than layers, layers that the stages cannot keep in equal parts, or
+        `stage_layers` that do not fit.
+    """
+    count, of = pipeline.stages * pipeline.chunks, len(model.windows)
+    groups = model.layers // of
+    unit = "layers" if of == 1 else f"groups of {of} layers"
+    if count > groups:
+        raise ValueError(
+            f"{pipeline.stages} stages x {pipeline.chunks} runs each, and the model has {groups} "
+            f"{unit}: at most {groups} runs in all"
+        )
+    if groups % pipeline.stages:
+        legal = ", ".join(str(n) for n in range(2, groups + 1) if groups % n == 0)
+        raise ValueError(
+            f"{groups} {unit} do not divide over stage={pipeline.stages}, which keep equal parts of "
+            f"them; legal numbers of stages: {legal}"
+        )
+    if not config.stage_layers:
+        less, more = divmod(groups, count)
+        return (less + 1,) * more + (less,) * (count - more)
+    lengths = tuple(layers // of for layers in config.stage_layers)
+    if (
+        len(lengths) != count
+        or min(config.stage_layers) < of
+        or any(layers % of for layers in config.stage_layers)
+        or sum(lengths) != groups
+    ):
+        raise ValueError(
+            f"stage_layers {config.stage_layers} must be {count} numbers, each a multiple of {of} "
+            f"and at least {of}, that add up to {model.layers}"
+        )
+    return lengths
+
+
+def check_pipeline(model: DecoderConfig, config: StepConfig, stages: int) -> None:
+    """Refuses a pipeline that cannot run, and options for one that is not there.
+
+    Args:
+      model: the decoder.
+      config: of the step.
+      stages: of the mesh.
+
+    Raises:
+      ValueError: as `runs`; techniques that have nothing to do beside stages.
+    """
+    if stages == 1:
+        default = StepConfig()
+        options = ("pipeline", "chunks", "delayed_sends", "stage_layers")
+        if given := [name for name in options if getattr(config, name) != getattr(default, name)]:
+            raise ValueError(
+                f"{', '.join(given)}: for a pipeline, and the mesh has one stage; make it longer, "
+                "say stage=2"
+            )
+        return
+    reasons = {
+        "fsdp-prefetch": "a stage gathers its weights once a step",
+        "buckets": "a stage's gradients are summed once a step",
+        "domino": "its halves and the stages' micro-batches are not interleaved",
+        # On CPUs a permute in a branch that other stages skip gives wrong values; on GPUs nobody
+        # has seen it.
+        "ring-attention": "its permutes would run in a branch that other stages skip",
+        "collective-matmul": "its permutes would run in a branch that other stages skip",
+    }
+    for name in sorted(config.techniques & reasons.keys()):
+        raise ValueError(
+            f"overlap {name!r} and a pipeline do not combine: {reasons[name]}; leave one out"
+        )
+    runs(model, config, schedule(config, stages))
 
 
 def check_batch(config: StepConfig, sizes: Mapping[str, int], rows: int, length: int) -> None:

@@ -26,6 +26,7 @@ from jaxaccel import (
     precision,
     remat,
     sharding,
+    stages,
     step_config,
 )
 from jaxaccel.fp8 import DelayedState
@@ -93,15 +94,13 @@ def abstract_decoder(config: DecoderConfig, **arguments: Any) -> Decoder:
     return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **arguments))
 
 
-def parameter_shardings(
-    model: Decoder, mesh: Mesh, rules: sharding.Rules = sharding.RULES
-) -> PyTree[NamedSharding]:
+def parameter_shardings(model: Decoder, mesh: Mesh, *, zero: bool = False) -> PyTree[NamedSharding]:
     """A sharding for each parameter, from its logical axes.
 
     Args:
       model: a decoder, abstract or not.
       mesh: from `sharding.make_mesh`.
-      rules: mesh axes by logical axis.
+      zero: for their optimizer state under ZeRO-1.
 
     Returns:
       A nested dict, shaped like the parameters.
@@ -114,6 +113,7 @@ def parameter_shardings(
     def place(path, parameter):
         try:
             axes = parameter.get_metadata("axes")
+            rules = sharding.state_rules(axes, mesh, zero=zero)
             return sharding.sharding(mesh, axes, parameter.shape, rules)
         except ValueError as error:
             raise ValueError(f"parameter {jax.tree_util.keystr(path)}: {error}") from None
@@ -254,8 +254,13 @@ def make_train_step(
         return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
     take, options = functools.partial(partitioned, build), {}
-    if config.techniques:
-        step_config.check_overlap(model, config, mesh.shape)
+    cold = functools.partial(partitioned, build_cold)
+    step_config.check_overlap(model, config, mesh.shape)
+    step_config.check_pipeline(model, config, mesh.shape["stage"])
+    if mesh.shape["stage"] > 1:
+        pipelined = functools.partial(stages.make_gradients, model, config, mesh, params_sharding)
+        take, cold = pipelined(dots), pipelined(step_config.matmuls(model, config, warm_start=True))
+    elif config.techniques:
         if config.prefetched:
             options = overlap.compiler_options(
                 step_config.layer_bytes(abstract_params, dtype), int(config.bucket_mib * 2**20)
@@ -263,8 +268,8 @@ def make_train_step(
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
 
     def warm_up(state: TrainState, batch: Batch) -> TrainState:
-        batch, take = look_ahead(batch), functools.partial(partitioned, build_cold)
-        _, fp8_state = gradients(take, state, batch, count_tokens(batch)[1])
+        batch = look_ahead(batch)
+        _, fp8_state = gradients(cold, state, batch, count_tokens(batch)[1])
         return dataclasses.replace(state, fp8=fp8_state)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -319,9 +324,7 @@ def make_train_step(
 
     # 7. The sharding of the state: moments lie like their parameters, or in smaller pieces of
     #    them (ZeRO-1), scalars everywhere.
-    moments = params_sharding
-    if config.zero:
-        moments = parameter_shardings(abstract, mesh, sharding.ZERO_RULES)
+    moments = parameter_shardings(abstract, mesh, zero=bool(config.zero))
     shapes = jax.eval_shape(init, jax.random.key(0))
     state_sharding = jax.tree.map(lambda _: whole, shapes)
     state_sharding = dataclasses.replace(

@@ -1,47 +1,18 @@
 """Steps whose collectives are written out, on eight devices: the one-device step, to rounding."""
 
-import dataclasses
-import functools
 import itertools
-import math
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import steps
+from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
 
-from jaxaccel import overlap, sharding, step_config, train_step
+from jaxaccel import overlap, step_config
 from jaxaccel.fp8 import DelayedState
-from jaxaccel.nn import DecoderConfig, MtpConfig
-from jaxaccel.precision import LossScale
 from jaxaccel.train_step import StepConfig
 
-ROWS, LENGTH = 24, 24
-# Sizes that devices share leave odd parts: 3 channels, 9 words, 9 of the MLP's, 3 positions.
-PLAIN = DecoderConfig(
-    vocab_size=36, layers=3, width=24, heads=8, kv_heads=4, head_size=6, mlp_width=36,
-    qkv_bias=True, rope_theta=100.0,
-)  # fmt: skip
-GROUPS = dataclasses.replace(
-    PLAIN, layers=4, windows=(7, None), tied_head=True, qk_norm=True, qkv_bias=False
-)
-EIGHT_BITS = dataclasses.replace(PLAIN, width=32, head_size=8, mlp_width=48)
-SEQUENTIAL, PARALLEL = MtpConfig(1, "sequential"), MtpConfig(1, "parallel")
-
-
-class Case(NamedTuple):
-    mesh: str
-    overlap: str
-    remat: str
-    micro_batches: int = 1
-    model: DecoderConfig = PLAIN
-    more: tuple = ()  # options that change the result
-
-
 EVERYTHING = ", ".join(step_config.OVERLAPS)
-DELAYED, CURRENT = (("fp8", "delayed"),), (("fp8", "current"),)
 CASES = [
     Case("fsdp=8", "fsdp-prefetch", "none", 3),
     Case("data=8", "buckets", "full", 3),
@@ -61,11 +32,6 @@ CASES = [
     ),
     Case("fsdp=2,tensor=4", "fsdp-prefetch,sequence", "full", 1, EIGHT_BITS, CURRENT),
 ]  # fmt: skip
-# A device adds in another order. Of the largest gradient of a parameter:
-ROUNDING = 5e-6
-# In FP8, where rounding carries a value over a border of eight bits, one operand moves by up to an
-# eighth, and all that follows from it. Of the norm of a parameter's gradient, and of magnitudes:
-FLIPS = 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -74,103 +40,6 @@ def forms(monkeypatch):
     forms = {"all_gather_matmul": "ring", "matmul_reduce_scatter": "ring"}
     choose = lambda model, operation, *_, **options: forms.get(operation, "chunked")
     monkeypatch.setattr(overlap, "choose", choose)
-
-
-def batch():
-    """Packed rows, every third mostly padding: micro-batches and devices count unlike many."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(1, PLAIN.vocab_size, (ROWS, LENGTH))
-    row, place = np.arange(ROWS)[:, None], np.arange(LENGTH)
-    border, used = 3 + row % 17, np.where(row % 3, LENGTH, 2 + row % 7)
-    segments = np.where(place < used, 1 + (place >= border), 0)
-    later = np.pad(segments[:, 1:], ((0, 0), (0, 1)))
-    labels = np.where((segments == later) & (segments > 0), np.roll(tokens, -1, 1), -1)
-    positions = np.where(place >= border, place - border, place)
-    arrays = tokens, labels, segments, positions
-    return {key: x.astype(np.int32) for key, x in zip(train_step.BATCH_KEYS, arrays)}
-
-
-def start(made):
-    """A first state in which every parameter matters: fresh scales are one, fresh biases zero.
-
-    Small enough to leave attention soft: a sharp one would amplify rounding."""
-    random = np.random.default_rng(1)
-
-    def draw(path, x):
-        noise = random.standard_normal(x.shape, np.float32)
-        return 0.15 * noise + jax.tree_util.keystr(path).endswith("['scale']")
-
-    shapes = made.abstract_state
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    return dataclasses.replace(
-        zeros,
-        params=jax.tree_util.tree_map_with_path(draw, shapes.params),
-        loss_scale=LossScale(jnp.float32(1), jnp.int32(0)),
-    )
-
-
-@functools.cache
-def make(case):
-    sizes = sharding.parse_mesh(case.mesh, 8 if case.mesh else 1)
-    mesh = sharding.make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
-    options = {"micro_batches": case.micro_batches, "overlap": case.overlap, **dict(case.more)}
-    config = StepConfig(remat=case.remat, clip_norm=math.inf, **options)
-    # The first value of a trace is the gradient itself, to the last bit.
-    optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1.0))
-    return train_step.make_train_step(case.model, optimizer, config, mesh)
-
-
-def call(function, *arguments):
-    """Calls what is jitted, compiled in half of the time, with the same arithmetic."""
-    options = {"xla_backend_optimization_level": 0}
-    return function.lower(*arguments).compile(compiler_options=options)(*arguments)
-
-
-@functools.cache
-def scales(case):
-    """The first FP8 state, its scales found by one device."""
-    made = make(case)
-    cold = call(made.init, jax.random.key(0)).fp8
-    state = jax.device_put(dataclasses.replace(start(made), fp8=jax.device_get(cold)))
-    return jax.device_get(call(made.warm_up, state, made.place(batch())).fp8)
-
-
-class Result(NamedTuple):
-    metrics: train_step.StepMetrics
-    gradients: dict
-    fp8: dict
-    state: train_step.TrainState
-
-
-@functools.cache
-def run(case):
-    """One step from the same state on the same batch, whatever the mesh."""
-    made, state = make(case), start(make(case))
-    if case.more == DELAYED:
-        state = dataclasses.replace(state, fp8=scales(alone(case)))
-    given = made.place(batch())
-    places = jax.tree.map(lambda x: x.sharding, made.abstract_state)
-    state, metrics = call(made.step, jax.device_put(state, places), given)
-    jax.tree.map(np.testing.assert_array_equal, given, batch())  # it is not changed
-    metrics, gradients, fp8 = jax.device_get((metrics, state.opt_state[0].trace, state.fp8))
-    return Result(metrics, gradients, fp8, state)
-
-
-def alone(case):
-    """On one device, as plainly as can be."""
-    return case._replace(mesh="", overlap="none", remat="none", micro_batches=1)
-
-
-def assert_close(found, expected, *, eight_bits):
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        name, largest = jax.tree_util.keystr(path), np.abs(y).max()
-        assert largest > 1e-4, f"{name} is near zero"
-        if eight_bits:
-            assert np.linalg.norm(x - y) <= FLIPS * np.linalg.norm(y), name
-        else:
-            np.testing.assert_allclose(x, y, rtol=0, atol=ROUNDING * largest, err_msg=name)
 
 
 def test_every_technique_is_there_alone_and_every_pair_too():
@@ -184,31 +53,22 @@ def test_every_technique_is_there_alone_and_every_pair_too():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.overlap.replace(EVERYTHING, "all"))
 def test_loss_gradients_and_state_are_those_of_one_device(case):
-    found, expected = run(case), run(alone(case))
-    eight_bits = "fp8" in dict(case.more)
-    assert_close(found.gradients, expected.gradients, eight_bits=eight_bits)
-    for x, y in zip(found.metrics, expected.metrics, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0.01 if eight_bits else 2e-6)
-    assert found.metrics.tokens == (batch()["labels"] >= 0).sum()
-    for x, y in zip(jax.tree.leaves(found.fp8), jax.tree.leaves(expected.fp8), strict=True):
-        np.testing.assert_allclose(x, y, rtol=FLIPS)
-    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
-    assert kinds(found.state) == kinds(make(case).abstract_state)
+    steps.assert_same(case)
 
 
 def test_all_matmuls_of_the_delayed_cases_are_in_eight_bits():
     for case in CASES:
         if case.more == DELAYED:
             is_state = lambda node: isinstance(node, DelayedState)
-            states = jax.tree.leaves(run(case).fp8, is_leaf=is_state)
+            states = jax.tree.leaves(steps.run(case).fp8, is_leaf=is_state)
             assert len(states) == 7 and all((s.history[..., :2] > 0).all() for s in states)
 
 
 def test_evaluation_is_as_ever():
     case = CASES[0]
-    made = make(case)
+    made = steps.make(case)
     places = jax.tree.map(lambda x: x.sharding, made.abstract_state.params)
-    params = jax.device_put(start(made).params, places)
-    sums = jax.device_get(made.evaluate(params, made.place(batch())))
-    metrics = run(alone(case)).metrics
+    params = jax.device_put(steps.start(made).params, places)
+    sums = jax.device_get(made.evaluate(params, made.place(steps.batch())))
+    metrics = steps.run(steps.alone(case)).metrics
     np.testing.assert_allclose(sums.nll / metrics.tokens, metrics.loss, rtol=2e-6)

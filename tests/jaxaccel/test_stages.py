@@ -1,0 +1,45 @@
+"""Steps of a pipeline, on eight devices: the one-device step, to rounding."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import steps
+from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
+
+FOUR = dataclasses.replace(PLAIN, layers=4)
+EIGHT = dataclasses.replace(PLAIN, layers=8)
+NARROW = dataclasses.replace(EIGHT_BITS, layers=4)
+
+
+def how(pipeline: str, **options: Any) -> tuple:
+    return (("pipeline", pipeline), *options.items())
+
+
+CASES = [
+    Case("stage=2,fsdp=4", "none", "none", 6, FOUR, (), how("1f1b")),
+    Case("stage=4,tensor=2", "none", "full", 4, FOUR, (), how("gpipe", delayed_sends=True)),
+    Case("stage=2,fsdp=2,tensor=2", "none", "selective", 4, EIGHT, (), how("interleaved")),
+    Case(
+        "stage=4,data=2", "none", "selective", 12, EIGHT, (("mtp", PARALLEL),),
+        how("interleaved", delayed_sends=True),
+    ),
+    Case(
+        "stage=2,data=2,fsdp=2", "none", "full", 3, GROUPS, (("mtp", SEQUENTIAL),), how("gpipe")
+    ),
+    Case("stage=4,fsdp=2", "none", "full", 4, EIGHT, (), how("1f1b", stage_layers=(1, 3, 2, 2))),
+    Case(
+        "stage=2,sequence=2,tensor=2", "sequence", "none", 4, FOUR, (), how("1f1b")
+    ),
+    Case("stage=2,sequence=2,tensor=2", "none", "sqrt", 4, EIGHT, (), how("1f1b")),
+    Case("stage=4,fsdp=2", "none", "full", 4, NARROW, DELAYED, how("1f1b")),
+    Case("stage=2,fsdp=2,tensor=2", "none", "full", 4, NARROW, DELAYED, how("interleaved")),
+    Case("stage=2,data=4", "none", "selective", 3, NARROW, CURRENT, how("1f1b")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.mesh}-{dict(case.how)['pipeline']}"
+)
+def test_loss_gradients_and_state_are_those_of_one_device(case):
+    steps.assert_same(case)
