@@ -46,12 +46,16 @@ def lookup(split: TensorParallel, dtype: Any, table: Array, tokens_BT: Array) ->
     as many bytes as the result has, where a gathered table would be the whole vocabulary. The
     table's gradient stays where its shard is.
     """
-    everyone = jax.lax.all_gather(tokens_BT, SHARDS)
-    row = everyone - jax.lax.axis_index(TENSOR) * table.shape[0]
-    mine = (row >= 0) & (row < table.shape[0])
-    found = jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0).astype(dtype)
+    found = words(table, jax.lax.all_gather(tokens_BT, SHARDS)).astype(dtype)
     found = jax.lax.all_to_all(found, SHARDS, 0, found.ndim - 1, tiled=True)[0]
     return split.leave(found)
+
+
+def words(table: Array, tokens: Array) -> Array:
+    """Embeddings [..., D] of the tokens that this device has the words of, and zeros."""
+    row = tokens - jax.lax.axis_index(TENSOR) * table.shape[0]
+    mine = (row >= 0) & (row < table.shape[0])
+    return jnp.where(mine[..., None], table[jnp.where(mine, row, 0)], 0)
 
 
 class OnDevice(NamedTuple):

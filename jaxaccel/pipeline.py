@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxaccel.schedules import IDLE, Schedule, Ticks
 from pallas_kernels import manual_axes
@@ -111,8 +112,8 @@ def gradients(
 
     def forward(now: Ticks, memory: dict):
         index, chunk = now.forward, now.forward_chunk
-        x = jax.lax.cond(
-            now.read == IDLE, lambda: embed(index), lambda: _at(memory["inputs"], now.read)
+        x = _when(
+            "first", now.read == IDLE, lambda: embed(index), lambda: _at(memory["inputs"], now.read)
         )
         y, kept = layers(chunk, x, index)
         memory = memory | {"kept": _put(memory["kept"], kept, now.keep)}
@@ -125,7 +126,7 @@ def gradients(
                 "gradients": _put(memory["gradients"], back, now.turn),
             }
 
-        return y, jax.lax.cond(now.turn == IDLE, lambda m: m, turn, memory)
+        return y, _when("last", now.turn != IDLE, lambda: turn(memory), lambda: memory)
 
     def backward(now: Ticks, memory: dict):
         index, chunk = now.backward, now.backward_chunk
@@ -139,25 +140,34 @@ def gradients(
             pullback = jax.vjp(lambda w: vary(parts.first(w, micro_batch(index))), weights.first)[1]
             return memory | {"first": combine(memory["first"], pullback(back)[0])}
 
-        return back, jax.lax.cond(now.ends == 1, end, lambda m: m, memory)
+        return back, _when("end", now.ends == 1, lambda: end(memory), lambda: memory)
 
     def tick(state, now: Ticks):
         memory, y, g = state
         # What the tick before found travels back while the forward pass runs; delayed, on.
         arriving = send_on(y) if schedule.delayed else send_back(g)
-        y, memory = jax.lax.cond(now.forward == IDLE, idle, forward, now, memory)
+        y, memory = _when(
+            "forward",
+            now.forward != IDLE,
+            lambda: forward(now, memory),
+            lambda: (_zeros(x), memory),
+        )
         arriving, y, g = _together(arriving, y, g)
         place = "inputs" if schedule.delayed else "gradients"
         slots = {"inputs": now.arrives, "gradients": now.returns}
         memory[place] = _put(memory[place], arriving, slots.pop(place))
         arriving = send_back(g) if schedule.delayed else send_on(y)
-        g, memory = jax.lax.cond(now.backward == IDLE, idle, backward, now, memory)
+        g, memory = _when(
+            "backward",
+            now.backward != IDLE,
+            lambda: backward(now, memory),
+            lambda: (_zeros(x), memory),
+        )
         arriving, g = _together(arriving, g)
         ((place, slot),) = slots.items()
         memory[place] = _put(memory[place], arriving, slot)
         return (memory, y, g), None
 
-    idle = lambda now, memory: (_zeros(x), memory)
     x = jax.eval_shape(embed, 0)
     kept = jax.eval_shape(lambda x: layers(0, x, 0)[1], x)
     sums = jax.eval_shape(lambda x: vary(parts.last(weights.last, x, micro_batch(0))[1]), x)
@@ -171,6 +181,12 @@ def gradients(
     }
     memory = jax.lax.scan(tick, (memory, _zeros(x), _zeros(x)), ticks)[0][0]
     return memory["sums"], Parts(memory["first"], memory["layers"], memory["last"])
+
+
+def _when(what: str, runs: Array, run: Callable, skip: Callable) -> Any:
+    """One or the other; a program's reader finds the branch by its name (`Schedule.shares`)."""
+    with jax.named_scope(f"pipeline_{what}"):
+        return jax.lax.cond(runs, run, skip)
 
 
 def _check(weights: Parts, batch: Any, schedule: Schedule, axis_name: str) -> None:

@@ -41,7 +41,7 @@ from jaxaccel import (
 from jaxaccel.nn import Decoder, DecoderConfig
 from jaxaccel.pipeline import Parts
 from jaxaccel.sharding import STAGE
-from jaxaccel.shards import DATA, SHARDS, Rule
+from jaxaccel.shards import SHARDS, Rule
 from jaxaccel.step_config import StepConfig
 from jaxaccel.tensor_parallel import TENSOR
 from pallas_kernels import manual_axes
@@ -142,11 +142,9 @@ def make_gradients(
     graph, *shapes = nnx.split(abstract, nnx.Param, nn.NextValue)
     reads_ahead = abstract.heads is not None and abstract.heads.join is not None
 
-    # Rules: of a layer on its stage, of what stages share, and of the table that `explicit.lookup`
-    # reads, which is whole but for what a stage's devices have of it.
+    # Rules of a layer on its stage, and of what stages share.
     layer = functools.partial(Rule, dtype=dtype, tokens=tokens, last=True)
     shared = functools.partial(layer, tokens=(*tokens, STAGE), shards=(*SHARDS, STAGE))
-    table = functools.partial(layer, tokens=(DATA, STAGE), shards=(STAGE,))
     rows = (STAGE, *sharding.TOKEN_AXES)
     here = lambda table: jnp.asarray(table)[jax.lax.axis_index(STAGE)]
     stack = lambda x: x.reshape(*wanted.shape[1:], *x.shape[1:])
@@ -163,14 +161,14 @@ def make_gradients(
         gathered = shards.parameters(layers, own.layers)
         gathered = _states(lambda x: stack(manual_axes.vary(x, rows)[mine]), gathered)
         whole = functools.partial(shards.parameters, lambda axes, x: shared(axes).gather(x))
-        first = shards.parameters(lambda axes, x: table(axes).gather(x), own.embedding)
+        embedding = whole(own.embedding)
         last = {
             "final_norm": whole(own.final_norm),
-            "head": whole(own.embedding if own.head is None else own.head),
+            "head": embedding if own.head is None else whole(own.head),
             "heads": _states(lambda x: manual_axes.vary(x, rows), whole(own.heads)),
-            "embedding": first if reads_ahead else None,
+            "embedding": embedding if reads_ahead else None,
         }
-        return Parts(first, (gathered, None if live is None else here(live)), last)
+        return Parts(embedding, (gathered, None if live is None else here(live)), last)
 
     def reduce(own: Decoder, found: Parts) -> Decoder:
         """The gradients, and next FP8 states, of what `own` has the shards of."""
@@ -186,16 +184,14 @@ def make_gradients(
             return jax.lax.pmax(zeros.at[mine].max(unstack(state), mode="drop"), rows)
 
         scatter = functools.partial(shards.parameters, lambda axes, g: shared(axes).reduce(g, None))
-        sums = found.last
-        embedding = found.first
+        sums, embedding = found.last, found.first
         if reads_ahead:
             embedding = jax.tree.map(jnp.add, embedding, sums["embedding"])
-        embedding = shards.parameters(lambda axes, g: table(axes).reduce(g, None), embedding)
-        head = scatter(sums["head"])
         if own.head is None:
-            own.embedding = jax.tree.map(jnp.add, embedding, head)
+            embedding = jax.tree.map(jnp.add, embedding, sums["head"])
         else:
-            own.embedding, own.head = embedding, head
+            own.head = scatter(sums["head"])
+        own.embedding = scatter(embedding)
         own.layers = _states(settle, shards.parameters(layers, found.layers[0]))
         own.final_norm = scatter(sums["final_norm"])
         own.heads = _states(lambda x: jax.lax.pmax(x, rows), scatter(sums["heads"]))
@@ -205,7 +201,7 @@ def make_gradients(
         """The decoder in pieces; `scales` [N] multiply each prediction's objective."""
 
         def first(embedding, micro_batch):
-            return explicit.lookup(split, dtype, embedding.get_value(), micro_batch["tokens"])
+            return split.leave(explicit.words(embedding.get_value(), micro_batch["tokens"]))
 
         def layers(weights, x, micro_batch):
             decoder = nnx.merge(graph, *shapes)
