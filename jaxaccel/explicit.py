@@ -77,6 +77,9 @@ def on_device(
     )
     tokens = (*sharding.TOKEN_AXES, TENSOR) if split.positions else sharding.TOKEN_AXES
     dtype = precision.COMPUTE_DTYPES[config.precision]
+    # A collective matmul casts what it sends itself, and scales may not be known yet.
+    cold = any(getattr(dot, "warm_start", False) for dot in dots.values())
+    plain, casting = step_config.between(model, config, None)
     build = functools.partial(
         Decoder,
         model,
@@ -84,8 +87,7 @@ def on_device(
         dtype=dtype,
         dot_general=dots,
         attention=_attention(config, mesh),
-        # A collective matmul casts what it sends itself.
-        between=step_config.between(model, config, None)[split.model is None],
+        between=plain if split.model is not None or cold else casting,
         placement=Placement(lookup=functools.partial(lookup, split, dtype), joint=split.joint()),
     )
     return OnDevice(split, tokens, dtype, build)

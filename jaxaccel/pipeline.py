@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxaccel.schedules import IDLE, Schedule, Ticks
@@ -86,16 +87,11 @@ def gradients(
       GPipe: arXiv:1811.06965. 1F1B: arXiv:2006.09503. Interleaved: arXiv:2104.04473.
     """
     _check(weights, batch, schedule, axis_name)
-    vary = functools.partial(jax.tree.map, lambda x: manual_axes.vary(x, (axis_name,)))
+    vary = _vary(axis_name)
     weights = Parts(*map(vary, weights))
-    stages, here = schedule.stages, jax.lax.axis_index(axis_name)
-    ticks = Ticks(*(jnp.asarray(table)[:, here] for table in schedule.ticks))
     micro_batch = lambda index: vary(_at(batch, index))
     run = lambda chunk: _at(weights.layers, chunk)
-    onward = [(s, (s + 1) % stages) for s in range(stages if schedule.chunks > 1 else stages - 1)]
-    send = lambda x, pairs: jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), x)
-    send_on = functools.partial(send, pairs=onward)
-    send_back = functools.partial(send, pairs=[pair[::-1] for pair in onward])
+    send_on, send_back = _sends(schedule, axis_name)
 
     def embed(index):
         return vary(parts.first(weights.first, micro_batch(index)))
@@ -179,8 +175,70 @@ def gradients(
         "sums": _zeros(sums),
         **{name: floats(tree) for name, tree in weights._asdict().items()},
     }
+    ticks = _mine(schedule.ticks, axis_name)
     memory = jax.lax.scan(tick, (memory, _zeros(x), _zeros(x)), ticks)[0][0]
     return memory["sums"], Parts(memory["first"], memory["layers"], memory["last"])
+
+
+def sums(
+    parts: Any, weights: Parts, batch: Any, schedule: Schedule, *, axis_name: str = "stage"
+) -> Any:
+    """The forward passes of a schedule alone, to evaluate a model.
+
+    Args:
+      parts: as of `gradients`, but that `last` returns sums alone.
+      weights, batch, schedule, axis_name: as of `gradients`.
+
+    Returns:
+      The sum over micro-batches of what `last` returned, zero but on the last stage.
+
+    Raises:
+      ValueError: as `gradients`.
+    """
+    _check(weights, batch, schedule, axis_name)
+    vary = _vary(axis_name)
+    weights = Parts(*map(vary, weights))
+    micro_batch = lambda index: vary(_at(batch, index))
+    send_on, _ = _sends(schedule, axis_name)
+    embed = lambda index: vary(parts.first(weights.first, micro_batch(index)))
+    score = lambda x, index: vary(parts.last(weights.last, x, micro_batch(index)))
+
+    def forward(now: Ticks, inputs, total):
+        index, read = now.forward, now.read
+        x = _when("first", read == IDLE, lambda: embed(index), lambda: _at(inputs, read))
+        y = vary(parts.layers(_at(weights.layers, now.forward_chunk), x, micro_batch(index)))
+        more = lambda: add(total, score(y, index))
+        return y, _when("last", now.turn != IDLE, more, lambda: total)
+
+    def tick(state, now: Ticks):
+        inputs, before, total = state
+        run = lambda: forward(now, inputs, total)
+        y, total = _when("forward", now.forward != IDLE, run, lambda: (_zeros(x), total))
+        inputs = _put(inputs, send_on(before if schedule.delayed else y), now.arrives)
+        return (inputs, y, total), None
+
+    x = jax.eval_shape(embed, 0)
+    state = _zeros(x, schedule.inputs + 1), _zeros(x), _zeros(jax.eval_shape(score, x, 0))
+    last = int(np.flatnonzero((schedule.ticks.forward != IDLE).any(axis=1))[-1])
+    ticks = jax.tree.map(lambda table: table[: last + 1], _mine(schedule.ticks, axis_name))
+    return jax.lax.scan(tick, state, ticks)[0][-1]
+
+
+def _mine(ticks: Ticks, axis_name: str) -> Ticks:
+    """This stage's columns."""
+    return Ticks(*(jnp.asarray(table)[:, jax.lax.axis_index(axis_name)] for table in ticks))
+
+
+def _vary(axis_name: str) -> Callable[[Any], Any]:
+    return functools.partial(jax.tree.map, lambda x: manual_axes.vary(x, (axis_name,)))
+
+
+def _sends(schedule: Schedule, axis_name: str) -> tuple[Callable, Callable]:
+    """To the next stage, and to the one before."""
+    stages = schedule.stages
+    pairs = [(s, (s + 1) % stages) for s in range(stages if schedule.chunks > 1 else stages - 1)]
+    send = lambda pairs, x: jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), x)
+    return functools.partial(send, pairs), functools.partial(send, [pair[::-1] for pair in pairs])
 
 
 def _when(what: str, runs: Array, run: Callable, skip: Callable) -> Any:

@@ -14,6 +14,7 @@ are others, interleaved or of unlike length, they are sent to the stages that ru
 gradients back, once a step.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree
 
@@ -47,6 +48,7 @@ from jaxaccel.tensor_parallel import TENSOR
 from pallas_kernels import manual_axes
 
 NOBODY = -1
+EVERY = (STAGE, *sharding.TOKEN_AXES)  # along these, devices have unlike parts of a sum
 
 
 def runs(lengths: Sequence[int], stages: int) -> np.ndarray:
@@ -116,6 +118,127 @@ class Exchange:
         return jax.vjp(self, like)[1](gradient)[0]
 
 
+class Stages:
+    """A decoder as a pipeline runs it, for use inside `jax.shard_map`.
+
+    Args:
+      model, config, mesh: as of `make_train_step`; the mesh has several stages.
+      dots: the layers' matmuls, as `Decoder` takes them.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        config: StepConfig,
+        mesh: Mesh,
+        dots: Mapping[str, Callable],
+    ):
+        self.config, self.schedule = config, step_config.schedule(config, mesh.shape[STAGE])
+        self.wanted = runs(step_config.runs(model, config, self.schedule), mesh.shape[STAGE])
+        self.exchange = Exchange(self.wanted)
+        self.split, tokens, dtype, build = explicit.on_device(model, config, mesh, dots)
+        abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+        self.graph, *self.shapes = nnx.split(abstract, nnx.Param, nn.NextValue)
+        self.reads_ahead = abstract.heads is not None and abstract.heads.join is not None
+        # Of a layer on its stage, and of what stages share.
+        self.layer_rule = functools.partial(Rule, dtype=dtype, tokens=tokens, last=True)
+        self.shared_rule = functools.partial(
+            self.layer_rule, tokens=(*tokens, STAGE), shards=(*SHARDS, STAGE)
+        )
+
+    def gather(self, own: Decoder) -> Parts:
+        """What this stage runs, whole, from its shards."""
+        stack = lambda x: x.reshape(*self.wanted.shape[1:], *x.shape[1:])
+
+        def layers(axes, x):
+            rule = self.layer_rule(axes)
+            return stack(jax.vmap(rule.gather)(self.exchange(jax.vmap(rule.cast)(x))))
+
+        gathered = _states(
+            lambda x: stack(manual_axes.vary(x, EVERY)[self._mine()]),
+            shards.parameters(layers, own.layers),
+        )
+        live = None
+        if (self.wanted == NOBODY).any():
+            live = stack((self._mine() != NOBODY).astype(jnp.float32))
+        whole = functools.partial(
+            shards.parameters, lambda axes, x: self.shared_rule(axes).gather(x)
+        )
+        embedding = whole(own.embedding)
+        last = {
+            "final_norm": whole(own.final_norm),
+            "head": embedding if own.head is None else whole(own.head),
+            "heads": _states(lambda x: manual_axes.vary(x, EVERY), whole(own.heads)),
+            "embedding": embedding if self.reads_ahead else None,
+        }
+        return Parts(embedding, (gathered, live), last)
+
+    def reduce(self, own: Decoder, found: Parts) -> Decoder:
+        """`own` with its shards' gradients, and next FP8 states, in the place of values."""
+        unstack = lambda x: x.reshape(-1, *x.shape[2:])
+        count = len(jax.tree.leaves(own.layers)[0])
+
+        def layers(axes, g):
+            reduce = lambda g: self.layer_rule(axes).reduce(g, None)
+            return self.exchange.back(jax.vmap(reduce)(unstack(g)), count)
+
+        def settle(state):  # of all layers; this stage's in their places
+            zeros = jnp.zeros((self.wanted.max() + 1, *state.shape[2:]))
+            zeros = manual_axes.vary(zeros, EVERY)
+            return jax.lax.pmax(zeros.at[self._mine()].max(unstack(state), mode="drop"), EVERY)
+
+        scatter = functools.partial(
+            shards.parameters, lambda axes, g: self.shared_rule(axes).reduce(g, None)
+        )
+        sums, embedding = found.last, found.first
+        if self.reads_ahead:
+            embedding = pipeline.add(embedding, sums["embedding"])
+        if own.head is None:
+            embedding = pipeline.add(embedding, sums["head"])
+        else:
+            own.head = scatter(sums["head"])
+        own.embedding = scatter(embedding)
+        own.layers = _states(settle, shards.parameters(layers, found.layers[0]))
+        own.final_norm = scatter(sums["final_norm"])
+        own.heads = _states(lambda x: jax.lax.pmax(x, EVERY), scatter(sums["heads"]))
+        return own
+
+    def _mine(self) -> Array:
+        """Numbers of this stage's layers."""
+        flat = self.wanted.reshape(len(self.wanted), -1)
+        return jnp.asarray(flat)[jax.lax.axis_index(STAGE)]
+
+    def first(self, embedding: PyTree, micro_batch: Mapping[str, Array]) -> Array:
+        """Embedded tokens."""
+        words = explicit.words(embedding.get_value(), micro_batch["tokens"])
+        return self.split.leave(words)
+
+    def layers(self, weights: PyTree, x: Array, micro_batch: Mapping[str, Array]) -> Array:
+        """What a run of layers makes of the stream."""
+        decoder = nnx.merge(self.graph, *self.shapes)
+        decoder.layers, live = weights
+        decoder.scan = functools.partial(_scan, self.config.remat, live)
+        return decoder.run_layers(x, micro_batch["segments"], micro_batch["positions"])
+
+    def last(self, weights: PyTree, x: Array, micro_batch: Mapping[str, Array]) -> losses.LossSums:
+        """Sums of every prediction that the micro-batch has labels for."""
+        decoder = nnx.merge(self.graph, *self.shapes)
+        places = micro_batch["segments"], micro_batch["positions"]
+        decoder.final_norm, decoder.heads = weights["final_norm"], weights["heads"]
+        decoder.scan = functools.partial(remat.scan, policy=self.config.remat)
+        if micro_batch["labels"].shape[-1] == 1:
+            decoder.heads = None
+        reads_ahead = self.reads_ahead and decoder.heads is not None
+        embedded = self.first(weights["embedding"], micro_batch) if reads_ahead else None
+        return losses.ahead_cross_entropy(
+            self.split.enter(decoder.look_ahead(x, embedded, *places), dim=2),
+            weights["head"].get_value(),
+            micro_batch["labels"],
+            z_loss=self.config.z_loss,
+            axis_name=TENSOR,
+        )
+
+
 def make_gradients(
     model: DecoderConfig,
     config: StepConfig,
@@ -126,119 +249,61 @@ def make_gradients(
     """Gradients of a batch by a pipeline, the counterpart of `explicit.make_gradients`.
 
     Args:
-      model, config, mesh: as of `make_train_step`; the mesh has several stages.
+      model, config, mesh, dots: as of `Stages`.
       placed: shardings of the parameters.
-      dots: the layers' matmuls, as `Decoder` takes them.
 
     Returns:
       As `explicit.make_gradients`.
     """
-    schedule = step_config.schedule(config, mesh.shape[STAGE])
-    wanted = runs(step_config.runs(model, config, schedule), schedule.stages)
-    exchange = Exchange(wanted)
-    live = None if (wanted >= 0).all() else (wanted >= 0).astype(np.float32)
-    split, tokens, dtype, build = explicit.on_device(model, config, mesh, dots)
-    abstract = jax.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    graph, *shapes = nnx.split(abstract, nnx.Param, nn.NextValue)
-    reads_ahead = abstract.heads is not None and abstract.heads.join is not None
+    stages = Stages(model, config, mesh, dots)
 
-    # Rules of a layer on its stage, and of what stages share.
-    layer = functools.partial(Rule, dtype=dtype, tokens=tokens, last=True)
-    shared = functools.partial(layer, tokens=(*tokens, STAGE), shards=(*SHARDS, STAGE))
-    rows = (STAGE, *sharding.TOKEN_AXES)
-    here = lambda table: jnp.asarray(table)[jax.lax.axis_index(STAGE)]
-    stack = lambda x: x.reshape(*wanted.shape[1:], *x.shape[1:])
-    unstack = lambda x: x.reshape(-1, *x.shape[2:])
+    def local(params, fp8_state, batch, weights):
+        def last(*arguments):
+            sums = stages.last(*arguments)
+            return (sums.objective * weights).sum(), sums.nll
 
-    def gather(own: Decoder) -> Parts:
-        """What this stage runs, from its shards."""
-        mine = here(wanted.reshape(schedule.stages, -1))
-
-        def layers(axes, x):
-            rule = layer(axes)
-            return stack(jax.vmap(rule.gather)(exchange(jax.vmap(rule.cast)(x))))
-
-        gathered = shards.parameters(layers, own.layers)
-        gathered = _states(lambda x: stack(manual_axes.vary(x, rows)[mine]), gathered)
-        whole = functools.partial(shards.parameters, lambda axes, x: shared(axes).gather(x))
-        embedding = whole(own.embedding)
-        last = {
-            "final_norm": whole(own.final_norm),
-            "head": embedding if own.head is None else whole(own.head),
-            "heads": _states(lambda x: manual_axes.vary(x, rows), whole(own.heads)),
-            "embedding": embedding if reads_ahead else None,
-        }
-        return Parts(embedding, (gathered, None if live is None else here(live)), last)
-
-    def reduce(own: Decoder, found: Parts) -> Decoder:
-        """The gradients, and next FP8 states, of what `own` has the shards of."""
-        count = len(jax.tree.leaves(own.layers)[0])
-        mine = here(wanted.reshape(schedule.stages, -1))
-
-        def layers(axes, g):
-            reduce = lambda g: layer(axes).reduce(g, None)
-            return exchange.back(jax.vmap(reduce)(unstack(g)), count)
-
-        def settle(state):  # of all layers, this stage's in their places
-            zeros = manual_axes.vary(jnp.zeros((wanted.max() + 1, *state.shape[2:])), rows)
-            return jax.lax.pmax(zeros.at[mine].max(unstack(state), mode="drop"), rows)
-
-        scatter = functools.partial(shards.parameters, lambda axes, g: shared(axes).reduce(g, None))
-        sums, embedding = found.last, found.first
-        if reads_ahead:
-            embedding = jax.tree.map(jnp.add, embedding, sums["embedding"])
-        if own.head is None:
-            embedding = jax.tree.map(jnp.add, embedding, sums["head"])
-        else:
-            own.head = scatter(sums["head"])
-        own.embedding = scatter(embedding)
-        own.layers = _states(settle, shards.parameters(layers, found.layers[0]))
-        own.final_norm = scatter(sums["final_norm"])
-        own.heads = _states(lambda x: jax.lax.pmax(x, rows), scatter(sums["heads"]))
-        return own
-
-    def parts(scales: Array) -> Parts:
-        """The decoder in pieces; `scales` [N] multiply each prediction's objective."""
-
-        def first(embedding, micro_batch):
-            return split.leave(explicit.words(embedding.get_value(), micro_batch["tokens"]))
-
-        def layers(weights, x, micro_batch):
-            decoder = nnx.merge(graph, *shapes)
-            decoder.layers, live = weights
-            decoder.scan = functools.partial(_scan, config.remat, live)
-            return decoder.run_layers(x, micro_batch["segments"], micro_batch["positions"])
-
-        def last(weights, x, micro_batch):
-            decoder = nnx.merge(graph, *shapes)
-            decoder.final_norm, decoder.heads = weights["final_norm"], weights["heads"]
-            decoder.scan = functools.partial(remat.scan, policy=config.remat)
-            embedded = first(weights["embedding"], micro_batch) if reads_ahead else None
-            hidden = decoder.look_ahead(
-                x, embedded, micro_batch["segments"], micro_batch["positions"]
-            )
-            sums = losses.ahead_cross_entropy(
-                split.enter(hidden, dim=2),
-                weights["head"].get_value(),
-                micro_batch["labels"],
-                z_loss=config.z_loss,
-                axis_name=TENSOR,
-            )
-            return (sums.objective * scales).sum(), sums.nll
-
-        return Parts(first, layers, last)
-
-    def local(params, fp8_state, batch, scales):
-        own = nnx.merge(graph, params, fp8_state)
-        micro_batches = accumulate.split(batch, config.micro_batches)
+        own = nnx.merge(stages.graph, params, fp8_state)
         nll, found = pipeline.gradients(
-            parts(scales), gather(own), micro_batches, schedule, combine=_combine
+            Parts(stages.first, stages.layers, last),
+            stages.gather(own),
+            accumulate.split(batch, config.micro_batches),
+            stages.schedule,
+            combine=_combine,
         )
-        grads, fp8_next = nnx.state(reduce(own, found), nnx.Param, nn.NextValue)
-        nll = jax.lax.psum(nll, rows)
-        return (nll, nnx.to_pure_dict(grads)), nnx.to_pure_dict(fp8_next)
+        grads, fp8_next = nnx.state(stages.reduce(own, found), nnx.Param, nn.NextValue)
+        grads, fp8_next = nnx.to_pure_dict(grads), nnx.to_pure_dict(fp8_next)
+        return (jax.lax.psum(nll, EVERY), grads), fp8_next
 
     return explicit.on_mesh(local, config, mesh, placed)
+
+
+def make_evaluate(
+    model: DecoderConfig, config: StepConfig, mesh: Mesh, placed: PyTree
+) -> Callable[[PyTree, Mapping[str, Array]], losses.LossSums]:
+    """The sums of the next token's loss over a batch, by the stages of a pipeline.
+
+    Args:
+      model, config, mesh: as of `Stages`.
+      placed: shardings of the parameters.
+
+    Returns:
+      `(params, batch) -> LossSums`, without heads, never in FP8.
+    """
+    plain = dataclasses.replace(config, fp8="off")
+    stages = Stages(model, plain, mesh, step_config.matmuls(model, plain, warm_start=False))
+    rows = sharding.spec(("batch", "sequence"))
+
+    def local(params, batch):
+        sums = pipeline.sums(
+            stages,
+            stages.gather(nnx.merge(stages.graph, params, {})),
+            accumulate.split(batch | {"labels": batch["labels"][..., None]}, config.micro_batches),
+            stages.schedule,
+        )
+        return jax.tree.map(lambda x: x[0], jax.lax.psum(sums, EVERY))
+
+    specs = jax.tree.map(lambda s: s.spec, placed), rows
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
 
 
 def _scan(policy: remat.Policy, live: Array | None, body: Partial, x: Array, layers: PyTree):

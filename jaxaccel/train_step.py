@@ -253,13 +253,20 @@ def make_train_step(
         tokens = jnp.sum(batch["labels"] != losses.IGNORED, axis=(0, 1), dtype=jnp.int32)
         return tokens[0], jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    take, options = functools.partial(partitioned, build), {}
+    def scored(params, batch: Batch) -> losses.LossSums:
+        decoder = nnx.merge(graphdef, params)
+        hidden = decoder(batch["tokens"], **inputs(batch))[None]
+        sums = cross_entropy(hidden, decoder.head_VD, batch["labels"][..., None])
+        return jax.tree.map(lambda x: x[0], sums)
+
+    take, evaluate, options = functools.partial(partitioned, build), scored, {}
     cold = functools.partial(partitioned, build_cold)
     step_config.check_overlap(model, config, mesh.shape)
     step_config.check_pipeline(model, config, mesh.shape["stage"])
     if mesh.shape["stage"] > 1:
         pipelined = functools.partial(stages.make_gradients, model, config, mesh, params_sharding)
         take, cold = pipelined(dots), pipelined(step_config.matmuls(model, config, warm_start=True))
+        evaluate = stages.make_evaluate(model, config, mesh, params_sharding)
     elif config.techniques:
         if config.prefetched:
             options = overlap.compiler_options(
@@ -315,12 +322,6 @@ def make_train_step(
         fp8_skipped = fp8.skipped(fp8_state)
         figures = (norm, tokens, scale, skipped, in_row, fp8_skipped)
         return new, StepMetrics(mean[0], *figures, mean[1:])
-
-    def evaluate(params, batch: Batch) -> losses.LossSums:
-        decoder = nnx.merge(graphdef, params)
-        hidden = decoder(batch["tokens"], **inputs(batch))[None]
-        sums = cross_entropy(hidden, decoder.head_VD, batch["labels"][..., None])
-        return jax.tree.map(lambda x: x[0], sums)
 
     # 7. The sharding of the state: moments lie like their parameters, or in smaller pieces of
     #    them (ZeRO-1), scalars everywhere.

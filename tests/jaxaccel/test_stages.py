@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import steps
 from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
@@ -43,3 +45,26 @@ CASES = [
 )
 def test_loss_gradients_and_state_are_those_of_one_device(case):
     steps.assert_same(case)
+
+
+def test_evaluation_is_that_of_one_device():
+    case = CASES[3]
+    made, state = steps.make(case), steps.start(steps.make(case))
+    places = jax.tree.map(lambda x: x.sharding, made.abstract_state.params)
+    params = jax.device_put(state.params, places)
+    sums = jax.device_get(made.evaluate(params, made.place(steps.batch())))
+    metrics = steps.run(steps.alone(case)).metrics
+    np.testing.assert_allclose(sums.nll / metrics.tokens, metrics.loss, rtol=2e-6)
+    assert sums.count == metrics.tokens
+
+
+def test_a_warm_start_finds_scales_in_the_pipeline():
+    case = next(case for case in CASES if case.more == DELAYED)
+    made, state = steps.make(case), steps.start(steps.make(case))
+    places = jax.tree.map(lambda x: x.sharding, made.abstract_state)
+    cold = steps.call(made.init, jax.random.key(0)).fp8
+    state = jax.device_put(dataclasses.replace(state, fp8=jax.device_get(cold)), places)
+    found = steps.call(made.warm_up, state, made.place(steps.batch())).fp8
+    expected = steps.scales(steps.alone(case))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=steps.FLIPS)
