@@ -255,7 +255,7 @@ class Decoder(nnx.Module):
     def look_ahead(
         self,
         x_BTD: Float[Array, "B S D"],
-        embedded_BTD: Float[Array, "B T D"] | None,
+        embedded_BTD: Float[Array, "B S D"] | None,
         segments_BT: Int[Array, "B T"] | None,
         positions_BT: Int[Array, "B T"],
     ) -> Float[Array, "N B S D"]:

@@ -108,7 +108,7 @@ else:
 
 def test_techniques_import_without_flax_and_optax():
     model = ("layers", "mtp", "nn", "cache", "speculate", "decode")
-    step = ("train_step", "explicit", "tensor_parallel", "shards", "step_config")
+    step = ("train_step", "explicit", "stages", "tensor_parallel", "shards", "step_config")
     above = (*model, *step, "optim", "optim_8bit")
     without = [name for name in MODULES if name.removeprefix("jaxaccel.") not in above]
     assert "jaxaccel.losses" in without

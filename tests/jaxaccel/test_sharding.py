@@ -14,13 +14,14 @@ from jaxaccel import optim, sharding
 @pytest.mark.parametrize(
     ("text", "devices", "sizes"),
     [
-        ("", 1, (1, 1, 1, 1)),
-        ("", 8, (1, 8, 1, 1)),
-        ("fsdp=8", 8, (1, 8, 1, 1)),
-        ("data=2,fsdp=2,tensor=2", 8, (2, 2, 1, 2)),
-        ("sequence=4,data=2", 8, (2, 1, 4, 1)),
-        ("tensor=2, fsdp=4", 8, (1, 4, 1, 2)),
-        (" data = 3 ", 3, (3, 1, 1, 1)),
+        ("", 1, (1, 1, 1, 1, 1)),
+        ("", 8, (1, 1, 8, 1, 1)),
+        ("fsdp=8", 8, (1, 1, 8, 1, 1)),
+        ("data=2,fsdp=2,tensor=2", 8, (1, 2, 2, 1, 2)),
+        ("sequence=4,data=2", 8, (1, 2, 1, 4, 1)),
+        ("tensor=2, fsdp=4", 8, (1, 1, 4, 1, 2)),
+        ("stage=2,fsdp=4", 8, (2, 1, 4, 1, 1)),
+        (" data = 3 ", 3, (1, 3, 1, 1, 1)),
     ],
 )
 def test_meshes_are_read(text, devices, sizes):
@@ -30,7 +31,7 @@ def test_meshes_are_read(text, devices, sizes):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model=8", r"'model=8'.*data, fsdp, sequence, tensor"),
+        ("model=8", r"'model=8'.*stage, data, fsdp, sequence, tensor"),
         ("fsdp", "'fsdp'"),
         ("fsdp=", "'fsdp='"),
         ("fsdp=0", "'fsdp=0'"),
@@ -51,7 +52,7 @@ def test_a_mesh_that_cannot_be_is_refused_in_one_line(text, message):
 
 def test_a_mesh_has_the_axes_in_order():
     mesh = sharding.make_mesh(sharding.parse_mesh("tensor=2,data=4", 8))
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "sequence": 1, "tensor": 2} and mesh.size == 8
+    assert tuple(mesh.shape.items()) == tuple(zip(sharding.AXES, (1, 4, 1, 1, 2)))
     one = sharding.make_mesh(sharding.parse_mesh("", 1), jax.devices()[3:4])
     assert one.devices.ravel().tolist() == [jax.devices()[3]]
 

@@ -1,6 +1,7 @@
 """Steps of a pipeline, on eight devices: the one-device step, to rounding."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import steps
 from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
+
+from jaxaccel.fp8 import DelayedState
 
 FOUR = dataclasses.replace(PLAIN, layers=4)
 EIGHT = dataclasses.replace(PLAIN, layers=8)
@@ -67,5 +70,11 @@ def test_a_warm_start_finds_scales_in_the_pipeline():
     found = steps.call(made.warm_up, state, made.place(steps.batch())).fp8
     # As many micro-batches: a cold start scales each by its own largest magnitudes.
     expected = steps.scales(steps.alone(case)._replace(micro_batches=case.micro_batches))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=steps.FLIPS)
+    is_state = lambda node: isinstance(node, DelayedState)
+    states = functools.partial(jax.tree.leaves, is_leaf=is_state)
+    assert len(states(found)) == 7
+    for x, y in zip(states(found), states(expected), strict=True):
+        np.testing.assert_allclose(x.scale[:, :2], y.scale[:, :2], rtol=steps.FLIPS)
+        # The largest gradient of a layer is one element; with two bits behind the point (e5m2)
+        # a flip moves what it is made of by up to a quarter.
+        np.testing.assert_allclose(x.scale[:, 2], y.scale[:, 2], rtol=0.5)
