@@ -103,8 +103,9 @@ class TrainConfig:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
     "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
-    "budget_gib mesh overlap zero bucket_mib pipeline chunks delayed_sends stage_layers log_every eval_every save_every eval_batches keep "
-    "max_skipped resume time_limit profile tensorboard wandb_project sample_prompt dry_run".split()
+    "budget_gib mesh overlap zero bucket_mib pipeline chunks delayed_sends stage_layers "
+    "log_every eval_every save_every eval_batches keep max_skipped resume time_limit profile "
+    "tensorboard wandb_project sample_prompt dry_run".split()
 )
 
 

@@ -8,9 +8,9 @@ computation. In a tick
   a backward pass runs   while the activations of this tick's forward pass travel on
 
 or, with delayed sends, both beside what the last tick found. What a forward pass keeps for its
-backward pass (`jax.vjp`'s residuals; `jax.checkpoint` in `layers` decides how much) lies in slots that
-are used again once read, as many as the schedule has micro-batches under way; weights are not
-among it. So memory follows from the number of stages under 1F1B, and from that of micro-batches
+backward pass (`jax.vjp`'s residuals; `jax.checkpoint` in `layers` decides how much) lies in slots
+that are used again once read, as many as the schedule has micro-batches under way; weights are
+not among it. So memory follows from the number of stages under 1F1B, and from that of micro-batches
 under GPipe.
 
 Where it pays: between machines, where a micro-batch's activations are a small part of what sharded
@@ -37,8 +37,8 @@ class Parts(NamedTuple):
     Attributes:
       first: `(weights, micro_batch) -> x`, what the first run reads: an embedding.
       layers: `(weights of one run, x, micro_batch) -> x`.
-      last: `(weights, x, micro_batch) -> (objective, sums)`: a scalar to differentiate, and a tree to
-        add up over micro-batches.
+      last: `(weights, x, micro_batch) -> (objective, sums)`: a scalar to differentiate, and a tree
+        to add up over micro-batches.
     """
 
     first: Any
@@ -73,8 +73,8 @@ def gradients(
       batch: micro-batches, [micro_batches, ...] arrays, the same on every stage.
       schedule: from `schedules.schedule`.
       axis_name: the mesh axis.
-      combine: `(total, part) -> total` for gradients (of weights that `jax.grad` gives), in place of
-        float32 sums; it begins with zeros.
+      combine: `(total, part) -> total` for gradients, in place of float32 sums; it begins with
+        zeros.
 
     Returns:
       The sum of `sums`, zero but on the last stage, and a gradient for each weight, float32: of
@@ -226,7 +226,8 @@ def sums(
 
 def _mine(ticks: Ticks, axis_name: str) -> Ticks:
     """This stage's columns."""
-    return Ticks(*(jnp.asarray(table)[:, jax.lax.axis_index(axis_name)] for table in ticks))
+    here = jax.lax.axis_index(axis_name)
+    return jax.tree.map(lambda table: jnp.asarray(table)[:, here], ticks)
 
 
 def _vary(axis_name: str) -> Callable[[Any], Any]:

@@ -6,8 +6,8 @@ share the work as without one: `explicit` says how rows, positions and heads are
 A stage's weights are gathered once a step, before the first tick, and lie there in the compute
 dtype; their gradients are summed in float32 beside them, and reduced once, after the last. So
 nothing but activations travels while the stages run. What is no layer is cut over the stages too
-(`sharding.state_rules`) and comes whole to each: the embedding for the first, norm, heads and output
-head for the last.
+(`sharding.state_rules`) and comes whole to each: the embedding for the first, norm, heads and
+output head for the last.
 
 Layers lie where `jax.sharding` cuts a stack, in equal parts and in order. Where runs of layers
 are others, interleaved or of unlike length, they are sent to the stages that run them, and their
@@ -99,7 +99,7 @@ class Exchange:
         )
 
     def __call__(self, layers: Array) -> Array:
-        """This stage's layers, [chunks * longest, ...], from those that lie here; zeros for none."""
+        """This stage's layers, [chunks * longest, ...], from those that lie here; 0 for none."""
         if self.in_place:
             return layers
         here = jax.lax.axis_index(STAGE)

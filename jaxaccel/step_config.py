@@ -162,8 +162,8 @@ def runs(model: DecoderConfig, config: StepConfig, pipeline: Schedule) -> tuple[
     if groups % pipeline.stages:
         legal = ", ".join(str(n) for n in range(2, groups + 1) if groups % n == 0)
         raise ValueError(
-            f"{groups} {unit} do not divide over stage={pipeline.stages}, which keep equal parts of "
-            f"them; legal numbers of stages: {legal}"
+            f"{groups} {unit} do not divide over stage={pipeline.stages}, which keep equal parts; "
+            f"legal numbers of stages: {legal}"
         )
     if not config.stage_layers:
         less, more = divmod(groups, count)

@@ -137,7 +137,7 @@ def alone(case):
 
 
 def assert_same(case):
-    """The step of `case` is that of one device: metrics, gradients, FP8 state, and kinds of arrays."""
+    """The step of `case` is that of one device: metrics, gradients, FP8 state, kinds of arrays."""
     found, expected = run(case), run(alone(case))
     eight_bits = "fp8" in dict(case.more)
     assert_close(found.gradients, expected.gradients, eight_bits=eight_bits)
