@@ -17,21 +17,28 @@ micro-batch; between ticks it hands what it found to its neighbours.
 Time: a tick takes what its slowest stage takes, a forward pass where any stage has one, and a
 backward pass where any has one. So the bubble, time beyond the ideal `micro_batches * (forward +
 backward)`, is (stages - 1) / micro_batches of it for gpipe and 1f1b, and that over `chunks` if
-interleaved. With delayed sends a transfer has a whole tick, and a fill takes two ticks a stage: about
-twice the bubble. They pay where a transfer takes longer than a forward or a backward pass, and
-for gpipe, whose ticks have nothing else to send behind.
+interleaved. A transfer runs beside a pass: gradients beside the forward one, activations beside the
+backward one. With delayed sends they wait for the tick after, and a fill takes two ticks a stage:
+about twice the bubble. That gives the transfer more room and costs time.
 """
 
 import dataclasses
 import functools
 import heapq
+import itertools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 Kind = Literal["gpipe", "1f1b", "interleaved"]
 IDLE = -1
+# What a tick is made of, each skipped where a stage has none: a forward pass, in it the embedding
+# and the loss with its gradient; a backward pass, in it the embedding's gradient.
+PARTS = ("forward", "first", "last", "backward", "end")
+
+
+Table = Any  # of NumPy here, of JAX in a program
 
 
 class Ticks(NamedTuple):
@@ -41,18 +48,33 @@ class Ticks(NamedTuple):
     gradients without a slot go to the one past the last.
     """
 
-    forward: np.ndarray  # micro-batch of the forward pass
-    forward_chunk: np.ndarray  # which of the stage's runs
-    read: np.ndarray  # slot of its input; IDLE: it is the first run, and makes its own
-    keep: np.ndarray  # slot for what its backward pass needs
-    turn: np.ndarray  # slot for the loss' gradient; IDLE: it is not the last run
-    backward: np.ndarray  # micro-batch of the backward pass
-    backward_chunk: np.ndarray
-    kept: np.ndarray  # slot of what its forward pass kept
-    gradient: np.ndarray  # slot of the gradient of its result
-    ends: np.ndarray  # 1: it is the first run, whose input's gradient goes no further
-    arrives: np.ndarray  # slot for the activations that arrive
-    returns: np.ndarray  # slot for the gradient that arrives
+    forward: Table  # micro-batch of the forward pass
+    forward_chunk: Table  # which of the stage's runs
+    read: Table  # slot of its input; IDLE: it is the first run, and makes its own
+    keep: Table  # slot for what its backward pass needs
+    turn: Table  # slot for the loss' gradient; IDLE: it is not the last run
+    backward: Table  # micro-batch of the backward pass
+    backward_chunk: Table
+    kept: Table  # slot of what its forward pass kept
+    gradient: Table  # slot of the gradient of its result
+    ends: Table  # 1: it is the first run, whose input's gradient goes no further
+    arrives: Table  # slot for the activations that arrive
+    returns: Table  # slot for the gradient that arrives
+
+
+class Times(NamedTuple):
+    """What the parts of a tick take, in any unit; of one micro-batch on one stage, all its runs."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    transfer: float = 0.0  # of one run's activations, or their gradient, to the neighbour
+    first: float = 0.0  # what the other `PARTS` add to a pass
+    last: float = 0.0
+    end: float = 0.0
+    hides: bool = True  # a transfer runs beside a pass, not after it
+
+
+EVEN = Times()  # what the published bubbles assume, but for the ratio, which they do without
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,31 +91,68 @@ class Schedule:
     kept: int
     gradients: int
 
-    def seconds(self, forward: float, backward: float, transfer: float = 0.0) -> float:
-        """Time of all ticks, in lock-step.
+    def turns(self, stage: int | None = None) -> tuple[tuple[int, frozenset[str]], ...]:
+        """What runs in the ticks, in their order: (ticks in a row, which of `PARTS`).
 
         Args:
-          forward, backward: of one micro-batch on one stage, all its runs.
-          transfer: of one run's activations, or their gradient, to the neighbour.
+          stage: whose; None: of all stages in lock-step, what any of them runs. There `first` is
+            left out beside `last`: another stage has it, and an embedding takes less than a loss.
 
-        Returns:
-          Their time, in the unit of the arguments. A transfer counts as far as it is longer than
-          what runs beside it.
+        Example:
+          >>> for ticks, parts in schedule("1f1b", 2, 3).turns(stage=1):
+          ...     print(ticks, *sorted(parts))
+          1
+          3 backward forward last
+          1
         """
-        times = np.array([forward, backward]) / self.chunks
-        runs = np.stack([self.ticks.forward, self.ticks.backward])
-        pass_each = (runs != IDLE).any(axis=2) * times[:, None]  # [2, ticks]
-        # What is sent in a tick: activations of its own forward pass, beside its backward pass,
-        # and the last tick's gradients beside its forward pass; or both of the last tick's.
-        made = pass_each > 0
-        before = np.pad(made[:, :-1], ((0, 0), (1, 0)))
-        sent = np.stack([before[0], before[1]] if self.delayed else [before[1], made[0]])
-        return float(np.maximum(pass_each, sent * transfer).sum())
+        mine = slice(None) if stage is None else [stage]
+        runs = np.stack(self._runs(), 1)[:, :, mine].any(2)  # [ticks, parts]
+        found = [frozenset(itertools.compress(PARTS, tick)) for tick in runs]
+        if stage is None and self.stages > 1:
+            found = [parts - {"first"} if "last" in parts else parts for parts in found]
+        return tuple((len(list(same)), parts) for parts, same in itertools.groupby(found))
 
-    def bubble(self, forward: float = 1.0, backward: float = 2.0, transfer: float = 0.0) -> float:
-        """`seconds` beyond the ideal ones, as a share of these."""
-        ideal = self.micro_batches * (forward + backward)
-        return self.seconds(forward, backward, transfer) / ideal - 1
+    def passes(self, times: Times) -> np.ndarray:
+        """How long each stage computes in each tick, [ticks, 2, stages]: forward, then backward."""
+        forward, first, last, backward, end = (part.astype(float) for part in self._runs())
+        ahead = forward * times.forward / self.chunks + first * times.first + last * times.last
+        return np.stack([ahead, backward * times.backward / self.chunks + end * times.end], 1)
+
+    def halves(self, times: Times) -> np.ndarray:
+        """How long the two halves of each tick take all stages in lock-step, [ticks, 2].
+
+        Activations and gradients are sent in every tick, be there any or not, one of them beside
+        the forward and one beside the backward pass.
+        """
+        passes = self.passes(times).max(2)
+        return np.maximum(passes, times.transfer) if times.hides else passes + times.transfer
+
+    def seconds(self, times: Times) -> float:
+        """Time of all ticks, in lock-step, in the unit of `times`."""
+        return float(self.halves(times).sum())
+
+    def bubble(self, times: Times = EVEN) -> float:
+        """`seconds` beyond those that the passes of one stage take, as a share of these."""
+        return self.seconds(times) / (self.micro_batches * (times.forward + times.backward)) - 1
+
+    def warning(self) -> str | None:
+        """A line for whoever has fewer micro-batches than stages: what that costs."""
+        if self.micro_batches >= self.stages:
+            return None
+        full = schedule(
+            self.kind, self.stages, self.stages, chunks=self.chunks, delayed=self.delayed
+        )
+        return (
+            f"{self.micro_batches} micro-batches for {self.stages} stages: the bubble is "
+            f"{self.bubble():.0%} of the ideal time; {full.bubble():.0%} with --micro-batches "
+            f"{self.stages}, and less with more"
+        )
+
+    def _runs(self) -> tuple[np.ndarray, ...]:
+        """For each of `PARTS` which stages run it in which ticks, bool [ticks, stages]."""
+        forward, backward = self.ticks.forward != IDLE, self.ticks.backward != IDLE
+        first, last = forward & (self.ticks.read == IDLE), self.ticks.turn != IDLE
+        return forward, first, last, backward, self.ticks.ends == 1
 
     def drawing(self) -> str:
         """A row a stage, two signs a tick: F and B where they run."""
@@ -139,7 +198,7 @@ def schedule(
         )
     if (chunks > 1) != (kind == "interleaved"):
         raise ValueError(
-            f"schedule {kind!r} with {chunks} chunks a stage; interleaved has 2 or more, the others 1"
+            f"schedule {kind!r} with {chunks} chunks a stage; interleaved has 2 or more, others 1"
         )
     run = _run(kind, stages, micro_batches, chunks, 2 if delayed else 1)
     return _with_slots(kind, stages, micro_batches, chunks, delayed, *run)
