@@ -2,14 +2,9 @@
 
 `compiled.as_text()` is the only thing read here, so a program compiled for a GPU that this
 machine does not have is read like any other. `parse` turns the text into computations in
-schedule order; `trips` and `executions` say how often each of them runs (bodies of loops by
-their trip count); `matmuls` lists what reaches the tensor cores, with its FLOP, operand type
-and origin. Nothing is timed and nothing is run: every number is *compiled*.
-
-How often a loop runs is in the text unless the program decides it on the device, as
-attention does when it skips tiles that are masked whole. Such a loop walks an array in slices
-of k of n elements, so it runs at most n / k times; it is counted as (n / k + 1) / 2, which is
-exact for a causal mask over one document, and `guessed_loops` names it.
+schedule order; `hlo_loops` says how often each of them runs (bodies of loops by their trip count);
+`matmuls` lists what reaches the tensor cores, with its FLOP, operand type and origin. Nothing is
+timed and nothing is run: every number is *compiled*.
 """
 
 import dataclasses
@@ -17,8 +12,7 @@ import functools
 import json
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from typing import NamedTuple
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
@@ -29,7 +23,6 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+,? ?)+)"
 )
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 COLLECTIVES = (
     "all-gather",
@@ -40,8 +33,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# How JAX names what a checkpoint's backward pass repeats.
-REMATERIALISED = "rematted_computation"
 # Instructions that name a value and move nothing.
 FREE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier "
@@ -118,6 +109,14 @@ class Computation:
         return tuple(i.name for i in sorted(found, key=lambda i: int(i.literal)))
 
 
+class Turns(NamedTuple):
+    """Some turns in a row of a loop whose conditionals JAX made under named scopes."""
+
+    count: int
+    runs: frozenset[str]  # scopes whose conditional takes the branch for true
+    skips: frozenset[str]  # and those where it does not
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
     """A parsed program of one device."""
@@ -125,6 +124,9 @@ class Module:
     computations: dict[str, Computation] = dataclasses.field(repr=False)
     entry: str
     devices: int
+    # Of the loop that has such conditionals, if it is known what they do: all its turns. Set with
+    # `dataclasses.replace`; without, a conditional counts by its costliest branch.
+    turns: tuple[Turns, ...] = ()
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, Instruction]]:
@@ -248,15 +250,6 @@ def carried_unchanged(body: Computation, index: int) -> bool:
     return element(body, body.root.operands[index]) == index
 
 
-def _counter(condition: Computation, body: Computation) -> int | None:
-    """The element of the state that the condition compares and the body changes."""
-    for name in condition.root.operands:
-        index = element(condition, name)
-        if index is not None and not carried_unchanged(body, index):
-            return index
-    return None
-
-
 def sources(computation: Computation, name: str) -> set[str]:
     """Parameters and tuple elements that a value is computed from."""
     seen, todo = set(), [name]
@@ -266,50 +259,6 @@ def sources(computation: Computation, name: str) -> set[str]:
             seen.add(node.name)
             todo += [] if node.opcode == "get-tuple-element" else node.operands
     return seen
-
-
-def _slices(module: Module, body: Computation) -> Iterator[tuple[Shape, Shape, set[int | None]]]:
-    """(array, slice, elements of the state that place it) of a body's dynamic slices."""
-    for outer in body.instructions.values():
-        if outer.opcode == "dynamic-slice":
-            array = body.instructions[outer.operands[0]].shapes[0]
-            yield array, outer.shapes[0], {element(body, name) for name in outer.operands[1:]}
-        elif outer.opcode.removesuffix("-start") == "fusion":
-            inner = module.computations[outer.called[0]]
-            operand = dict(zip(inner.parameters, outer.operands))
-            for node in inner.instructions.values():
-                if node.opcode == "dynamic-slice":
-                    array = inner.instructions[node.operands[0]].shapes[0]
-                    read = set().union(*(sources(inner, name) for name in node.operands[1:]))
-                    places = {element(body, operand[name]) for name in read if name in operand}
-                    yield array, node.shapes[0], places
-
-
-def trips(module: Module, loop: Instruction) -> tuple[float, bool]:
-    """How often a while loop's body runs, and whether the program fixes that number."""
-    if found := _TRIPS.search(loop.attributes):
-        return float(found.group(1)), True
-    condition, body = while_parts(module, loop)
-    counter = _counter(condition, body)
-    most = max(
-        (
-            max(n // k for n, k in zip(array.dims, piece.dims))
-            for array, piece, elements in _slices(module, body)
-            if counter in elements and piece.dims and 0 not in piece.dims
-        ),
-        default=1,
-    )
-    return (most + 1) / 2, False
-
-
-def guessed_loops(module: Module) -> tuple[str, ...]:
-    """Loops whose number of turns the program decides as it runs: see `trips`."""
-    return tuple(
-        f"{node.op_name or node.name} (taken as {trips(module, node)[0]:g} turns)"
-        for computation in module.computations.values()
-        for node in computation.instructions.values()
-        if node.opcode == "while" and not trips(module, node)[1]
-    )
 
 
 def _family(dtype: str) -> str:
@@ -358,49 +307,3 @@ def flops(computation: Computation, node: Instruction) -> float:
         contracting = node.integers("lhs_contracting_dims")
     lhs = computation.instructions[node.operands[0]].shapes[0]
     return 2.0 * math.prod(node.shapes[0].dims) * math.prod(lhs.dims[int(d)] for d in contracting)
-
-
-def branch(module: Module, node: Instruction) -> str:
-    """The branch of a conditional with the most work: a branch not taken costs nothing."""
-
-    def work(name: str) -> float:
-        computation = module.computations[name]
-        own = sum(flops(computation, i) for i in computation.instructions.values())
-        return own + sum(work(c) for i in computation.instructions.values() for c in i.called)
-
-    return max(node.called, key=work)
-
-
-def executions(module: Module) -> dict[tuple[str, bool], float]:
-    """How often each computation runs in one step, apart for what rematerialisation repeats.
-
-    A loop's body counts by `trips`, a conditional by its costliest branch. A loop that is
-    repeated runs a body whose own names may be those of its first run (JAX lowers a function
-    once), so repetition is a matter of the caller.
-
-    Returns:
-      Executions by (name of the computation, whether a rematerialised instruction calls it);
-      fused computations included.
-    """
-    counts: dict[tuple[str, bool], float] = defaultdict(float)
-
-    def visit(name: str, times: float, again: bool) -> None:
-        counts[name, again] += times
-        for node in module.computations[name].instructions.values():
-            if not node.called:
-                continue
-            # What is fused keeps names of its own.
-            inside = again or ("fusion" not in node.opcode and REMATERIALISED in node.op_name)
-            if node.opcode == "while":
-                condition, body = while_parts(module, node)
-                turns = trips(module, node)[0]
-                visit(condition.name, times * (turns + 1), inside)
-                visit(body.name, times * turns, inside)
-            elif node.opcode == "conditional":
-                visit(branch(module, node), times, inside)
-            else:
-                for callee in node.called:
-                    visit(callee, times, inside)
-
-    visit(module.entry, 1.0, False)
-    return dict(counts)

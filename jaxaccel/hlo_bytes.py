@@ -7,7 +7,7 @@ an array that two instructions read counts twice.
 import dataclasses
 import math
 
-from jaxaccel import hlo
+from jaxaccel import hlo, hlo_loops
 from jaxaccel.hlo import COLLECTIVES, FREE, Computation, Instruction, Module, Shape
 
 
@@ -142,9 +142,9 @@ def passes(module: Module, elements: int, written: str | None = None) -> tuple[P
       One `Pass` for each instruction that reads or writes such an array.
     """
     found = []
-    for (name, _), times in hlo.executions(module).items():
+    for (name, _), times in hlo_loops.executions(module).items():
         site = module.sites.get(name)
-        if site and site[1].opcode != "while":  # fused, or a reduction's addition
+        if site and site[1].opcode not in ("while", "conditional"):  # fused, or a sum's addition
             continue
         where = module.computations[name]
         for node in where.instructions.values():

@@ -1,6 +1,6 @@
 """What reaches the tensor cores: matmuls by operand type, lost FP8, recomputation, float32 sums.
 
-Counted from the compiled program, loops by their trips; see `jaxaccel.hlo`. A matmul whose
+Counted from the compiled program, loops by their trips; see `jaxaccel.hlo_loops`. A matmul whose
 operands were FP8 and were widened before it (XLA does that in silence when no FP8 routine
 fits: both operands e5m2, one operand of another type, a scale that is not a scalar) is found
 by walking back from its operands through conversions, moves and scalings. XLA also removes a
@@ -15,11 +15,9 @@ import re
 from jaxaccel import names
 from jaxaccel.hlo import (
     COLLECTIVES,
-    REMATERIALISED,
     Computation,
     Module,
     carried_unchanged,
-    executions,
     flops,
     is_kernel,
     is_matmul,
@@ -27,6 +25,7 @@ from jaxaccel.hlo import (
     operand_type,
     while_parts,
 )
+from jaxaccel.hlo_loops import REMATERIALISED, executions
 
 FP8_SCOPE = names.FP8_MATMUL
 

@@ -11,7 +11,8 @@ Kernels run one after the other on the compute stream, collectives one after the
 communication stream. `x-start` puts a transfer on the second stream once all that was issued
 before it is through; `x-done` makes the first stream wait. Time in which the compute stream
 waits is exposed communication; a collective without start and done is exposed whole. A loop's
-body is played once and counted by its trips (transfers do not cross from one turn to the next).
+body is played once and counted by its trips (transfers do not cross from one turn to the next),
+a pipeline's once for each kind of turn (`hlo.Turns`).
 
 Left out: contention of a transfer for memory bandwidth and SMs, which makes overlapped kernels
 slower; caches; kernels side by side. Better would be measured kernel times; see XLA's own
@@ -28,9 +29,9 @@ from typing import Literal
 
 import numpy as np
 
-from jaxaccel import hlo, hlo_bytes
+from jaxaccel import hlo, hlo_bytes, hlo_loops
 from jaxaccel.cost import CostModel
-from jaxaccel.hlo import FREE, Computation, Instruction, Module
+from jaxaccel.hlo import FREE, Computation, Instruction, Module, Turns
 
 __all__ = [
     "HOST_COPY",
@@ -41,6 +42,7 @@ __all__ = [
     "group",
     "kernel_seconds",
     "simulate",
+    "waits",
 ]
 
 HOST_COPY = "host-copy"  # between device and host memory: what `offload` moves
@@ -195,6 +197,11 @@ def _merge(parts: list[tuple[Transfer, float]]) -> tuple[Transfer, ...]:
     return tuple(Transfer(kind, *values) for kind, values in sorted(sums.items()))
 
 
+def waits(node: Instruction) -> bool:
+    """Whether nothing can run beside a transfer: it is not started, or XLA made it wait."""
+    return '"is_sync":true' in node.attributes or not node.opcode.endswith("-start")
+
+
 def _split(
     start: float, end: float, idle: list[tuple[float, float]]
 ) -> list[tuple[float, float, bool]]:
@@ -209,12 +216,13 @@ def _split(
     return pieces + ([(at, end, False)] if at < end else [])
 
 
-def simulate(module: Module, model: CostModel) -> Timeline:
+def simulate(module: Module, model: CostModel, now: Turns | None = None) -> Timeline:
     """Plays the schedule of one device against a cost model (*modelled*).
 
     Args:
       module: a scheduled program, from `hlo.parse`.
       model: rates and efficiencies.
+      now: which conditionals run, where `module.entry` is a part of a loop that has such.
 
     Returns:
       Step time, collectives by kind with what is exposed of them, and both streams as
@@ -225,7 +233,7 @@ def simulate(module: Module, model: CostModel) -> Timeline:
     """
 
     @functools.cache
-    def play(name: str) -> Timeline:
+    def play(name: str, known: Turns | None) -> Timeline:
         where = module.computations[name]
         now = 0.0
         free = {True: 0.0, False: 0.0}  # when the wire to the host, and to other GPUs, is free
@@ -271,9 +279,10 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                     now = event[3]
             elif node.opcode == "while":
                 body = hlo.while_parts(module, node)[1]
-                include(play(body.name), hlo.trips(module, node)[0], label)
+                for count, then in hlo_loops.turns(module, node, known):
+                    include(play(body.name, then), count, label)
             elif node.opcode == "conditional":
-                include(play(hlo.branch(module, node)), 1.0, label)
+                include(play(hlo_loops.branch(module, node, known), known), 1.0, label)
             elif found := _crosses(module, where, node):
                 kind, inner, there = found
                 payload, seconds = _transfer(module, there, inner, kind, model)
@@ -281,23 +290,22 @@ def simulate(module: Module, model: CostModel) -> Timeline:
                 end = free[kind == HOST_COPY] = begin + seconds
                 event = (kind, payload, begin, end, label)
                 through.append(event)
-                waits = '"is_sync":true' in node.attributes or not node.opcode.endswith("-start")
-                if waits:
+                if waits(node):
                     idle.append((now, end))
                     now = end
                 else:
                     running[node.name] = event
             elif node.opcode in ("call", "async-start"):
-                include(play(node.called[0]), 1.0, label)
+                include(play(node.called[0], known), 1.0, label)
             else:
                 compute(kernel_seconds(module, where, node, model), label)
         for kind, payload, begin, end, label in through:
             pieces = _split(begin, end, idle)
-            exposed = sum((b - a for a, b, waits in pieces if waits), 0.0)
+            exposed = sum((b - a for a, b, alone in pieces if alone), 0.0)
             nested.append((Transfer(kind, payload, 1.0, end - begin, exposed), 1.0))
             segments += [Segment("communication", a, b - a, label, e) for a, b, e in pieces]
         waited += sum((b - a for a, b in idle), 0.0)
         in_order = tuple(sorted(segments, key=lambda s: s.start))
         return Timeline(now, _merge(nested), in_order, waited)
 
-    return play(module.entry)
+    return play(module.entry, now)

@@ -11,7 +11,7 @@ not asked: a window may be shorter than its transfer; see `jaxaccel.timeline` fo
 import dataclasses
 from collections.abc import Iterable
 
-from jaxaccel import hlo, hlo_bytes
+from jaxaccel import hlo, hlo_bytes, hlo_loops
 from jaxaccel.hlo import Instruction, Module
 
 
@@ -32,7 +32,7 @@ def _matmuls(module: Module, nodes: Iterable[Instruction]) -> int:
     found = 0
     for node in nodes:
         multiplies = hlo.is_matmul(node) or (hlo.kernel_cost(node) or (0.0,))[0] > 0
-        called = (hlo.branch(module, node),) if node.opcode == "conditional" else node.called
+        called = (hlo_loops.branch(module, node),) if node.opcode == "conditional" else node.called
         inner = (module.computations[name].instructions.values() for name in called)
         found += multiplies + sum(_matmuls(module, each) for each in inner)
     return found
@@ -61,7 +61,7 @@ def windows(module: Module) -> tuple[Window, ...]:
     """
     counts: dict[str, float] = {}
     wrapped = set()  # computations that are one collective, started by their caller
-    for (name, _), times in hlo.executions(module).items():
+    for (name, _), times in hlo_loops.executions(module).items():
         counts[name] = counts.get(name, 0.0) + times
     found = []
     for name, times in counts.items():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxaccel import hlo, matmuls
+from jaxaccel import hlo, hlo_loops, matmuls
 from pallas_kernels import target
 
 H200 = target.parse("h200")
@@ -56,7 +56,7 @@ def test_loops_multiply():
     module = compiled(program, shape(136, 256), shape(256, 256))
     assert work(module) == 2 * 136 * 256 * 256 * (5 * 3 * 3 + 5 + 1)
     assert sum(m.count for m in matmuls.matmuls(module)) == 5 * 3 * 3 + 5 + 1
-    assert hlo.guessed_loops(module) == ()
+    assert hlo_loops.guessed_loops(module) == ()
 
 
 def test_a_loop_that_the_device_ends_is_guessed_and_named():
@@ -71,7 +71,7 @@ def test_a_loop_that_the_device_ends_is_guessed_and_named():
 
     module = compiled(program, shape(2048, 512), shape(512, 264), shape(dtype=jnp.int32))
     assert work(module) == 8.5 * 2 * 128 * 512 * 264
-    (name,) = hlo.guessed_loops(module)
+    (name,) = hlo_loops.guessed_loops(module)
     assert "8.5" in name
 
 
