@@ -17,9 +17,11 @@ from typing import Any, Literal
 import jax
 from jaxtyping import PyTree
 
-from jaxaccel import hlo, matmuls, memory, timeline
+from jaxaccel import hlo, hlo_loops, matmuls, memory, pipeline_times, timeline
 from jaxaccel.matmuls import Matmul
 from jaxaccel.memory import Saved
+from jaxaccel.pipeline_times import PipelineReport
+from jaxaccel.schedules import Schedule, Times
 from jaxaccel.timeline import CostModel, Timeline
 
 GIB = 2**30
@@ -61,7 +63,7 @@ class Report:
     temporaries_gib: float  # XLA's, activations and gradients included
     dominant: Literal["static", "activations"]
     advice: tuple[str, ...]
-    matmuls: dict[str, float]  # executed by one device, by operand type; see `analyse`
+    matmuls: dict[str, float]  # one device's (of the last stage) by operand type
     collectives: tuple[Collective, ...]
     exposed_fraction: float  # *modelled*
     modelled_step_ms: float
@@ -70,6 +72,7 @@ class Report:
     recompute_flops_fraction: float  # of repeated matmuls over all others
     mtp_parameters_share: float  # from `nn.mtp_shares`; 0 without heads
     mtp_flops_share: float
+    pipeline: PipelineReport | None = None  # of a mesh with stages
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, under the names of the fields."""
@@ -88,6 +91,7 @@ class Analysis:
     guessed_loops: tuple[str, ...]  # loops whose trips the program does not fix
     xla_remats: tuple[str, ...]  # what XLA repeats on its own to fit; none if all is well
     unpriced: tuple[str, ...]  # custom calls whose FLOP nobody states: their bytes count alone
+    pipeline: tuple[Schedule, Times] | None = None  # *modelled* seconds
 
 
 def _stats(compiled: jax.stages.Compiled) -> Any:
@@ -121,6 +125,7 @@ def analyse(
     model_flops: float,
     mtp: tuple[float, float] = (0.0, 0.0),
     data: tuple[str, ...] = ("batch",),
+    pipeline: Schedule | None = None,
 ) -> Analysis:
     """Reads a compiled training step.
 
@@ -134,6 +139,7 @@ def analyse(
         (`nn.flops_per_token` times tokens); the numerator of MFU.
       mtp: from `nn.mtp_shares`, for a model with heads that predict further ahead.
       data: names of the step's arguments that carry the batch.
+      pipeline: the schedule, of a step with stages.
 
     Returns:
       `Analysis`. In its report `matmuls` counts executions by operand type ("fp8", "bf16",
@@ -146,9 +152,16 @@ def analyse(
         unknown form.
     """
     module = hlo.parse(compiled.as_text() or "")
-    found = matmuls.matmuls(module)
+    counted, timed, times = module, module, None
+    if pipeline:
+        counted = pipeline_times.on_last_stage(module, pipeline)
+        timed = pipeline_times.in_lock_step(module, pipeline)
+        times = pipeline_times.times(module, model, pipeline)
+    found = matmuls.matmuls(counted)
     saved = memory.activations(module, data)
-    played = timeline.simulate(module, model)
+    played = timeline.simulate(timed, model)
+    sent = timeline.simulate(counted, model).transfers if pipeline else played.transfers
+    hidden = {t.kind: t.hidden_fraction for t in played.transfers}
 
     counts: dict[str, float] = dict.fromkeys(("fp8", "bf16", "f16", "f32", "fp8_lost"), 0.0)
     work: dict[str, float] = {}
@@ -181,9 +194,7 @@ def analyse(
         dominant="activations" if waiting > sum(sizes.values()) else "static",
         advice=(),
         matmuls=counts,
-        collectives=tuple(
-            Collective(t.kind, t.bytes, t.count, t.hidden_fraction) for t in played.transfers
-        ),
+        collectives=tuple(Collective(t.kind, t.bytes, t.count, hidden[t.kind]) for t in sent),
         exposed_fraction=played.exposed_fraction,
         modelled_step_ms=played.seconds * 1e3,
         modelled_mfu=model_flops / (module.devices * rate * played.seconds),
@@ -191,15 +202,19 @@ def analyse(
         recompute_flops_fraction=repeated / (total - repeated) if total > repeated else 0.0,
         mtp_parameters_share=mtp[0],
         mtp_flops_share=mtp[1],
+        pipeline=(
+            pipeline_times.report(pipeline, times, played.seconds) if pipeline and times else None
+        ),
     )
     return Analysis(
         report,
         found,
         saved,
         played,
-        hlo.guessed_loops(module),
+        hlo_loops.guessed_loops(module),
         matmuls.xla_remats(module),
         matmuls.unpriced(module),
+        (pipeline, times) if pipeline and times else None,
     )
 
 
