@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from experiments import cli, configs, fp8
+from experiments import cli, configs, fp8, plan_pipeline
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
@@ -30,13 +30,6 @@ from jaxaccel.timeline import CostModel
 from jaxaccel.train_step import TrainStep, abstract_batch, make_train_step
 
 PROG = "python -m experiments.plan"
-# What hides most of what travels along each axis of the mesh.
-HIDES = {
-    "fsdp": "fsdp-prefetch",
-    "data": "buckets",
-    "tensor": "sequence,collective-matmul",
-    "sequence": "ring-attention",
-}
 POLICIES_DRAWN = ("none", "selective", "full", "sqrt")
 
 
@@ -49,7 +42,7 @@ class PlanConfig(TrainConfig):
     json: bool = False
     """Print one JSON object."""
     plot: str = ""
-    """Draw memory by policy and the modelled timeline into this file."""
+    """Draw memory by policy, the modelled timeline and a pipeline's schedule into this file."""
     advice: bool = True
     """Compile what could help as well, for its predicted saving."""
 
@@ -68,6 +61,11 @@ class Compiled:
         """Of one device, *compiled*."""
         return plan.peak_bytes(self.program)
 
+    @property
+    def stages(self) -> int:
+        """Of the mesh."""
+        return self.step.batch_sharding.mesh.shape["stage"]
+
     def analyse(self, name: str) -> Analysis:
         """Reads the program; `name` is the config's."""
         state, config = self.step.abstract_state, self.config
@@ -80,6 +78,7 @@ class Compiled:
             config=name,
             model_flops=flops_per_token(config.model, config.sequence, config.mtp) * tokens,
             mtp=mtp_shares(config.model, config.sequence, config.mtp),
+            pipeline=plan_pipeline.schedule(config, self.stages),
         )
 
 
@@ -160,7 +159,7 @@ def advise(made: Compiled, analysis: Analysis) -> tuple[str, ...]:
     text = f"--batch {doubled['batch']} --micro-batches {doubled['micro_batches']}"
     changes["batch"].append(same(text, **doubled))
     if config.overlap == "none" and not remat.parse(config.remat)[1]:
-        names = ",".join(name for axis, name in HIDES.items() if shards[axis] > 1)
+        names = plan_pipeline.overlaps(config, shards)
         if names:
             changes["waiting"].append(same(f"--overlap {names}", overlap=names))
     for bottleneck in plan.bottlenecks(report, rows):
@@ -216,6 +215,8 @@ def table(report: Report, analysis: Analysis) -> str:
         f"modelled (data-sheet rates, see jaxaccel.timeline): step {r.modelled_step_ms:,.1f} ms, "
         f"MFU {r.modelled_mfu:.1%}, exposed communication {r.exposed_fraction:.1%}"
     )
+    if r.pipeline:
+        lines += plan_pipeline.lines(r.pipeline)
     for title, names in (
         ("XLA repeats on its own to fit", analysis.xla_remats),
         ("loops whose trips the program does not fix", analysis.guessed_loops),
@@ -265,6 +266,8 @@ def report(name: str, config: PlanConfig) -> None:
         on_device = fp8.check_device(config, on.gpu.name, native=native, devices=on.count)
         print("\n".join([fp8.describe(config), *filter(None, [on_device])]), file=sys.stderr)
     made = compile_step(config, on)
+    for line in plan_pipeline.few_micro_batches(config, made.stages):
+        print(line, file=sys.stderr)
     analysis = made.analyse(name)
     if config.fp8_strict and (lost := analysis.report.matmuls["fp8_lost"]):
         raise UserError(f"{lost:,.0f} FP8 matmuls became wider ones; --fp8-strict refuses that")
@@ -284,7 +287,8 @@ def report(name: str, config: PlanConfig) -> None:
                 other = compile_step(dataclasses.replace(config, remat=policy), on)
                 bars.append((policy, other.analyse(name).report))
         bars.sort(key=lambda bar: -bar[1].peak_gib)
-        draw(Path(config.plot), bars, analysis.timeline, on.gpu.visible_bytes / GIB)
+        limit_gib = on.gpu.visible_bytes / GIB
+        draw(Path(config.plot), bars, analysis.timeline, limit_gib, analysis.pipeline)
         print(f"picture: {config.plot}", file=sys.stderr)
     print(json.dumps(result.to_json()) if config.json else table(result, analysis))
 

@@ -1,4 +1,4 @@
-"""Two pictures of a plan: memory by policy (compiled), and the step's timeline (modelled)."""
+"""Pictures of a plan: memory by policy (compiled), and the step's timeline (modelled)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from experiments.errors import UserError
+from experiments.pipeline_plot import draw as draw_pipeline
 from jaxaccel.plan import Report
+from jaxaccel.schedules import Schedule, Times
 from jaxaccel.timeline import Segment, Timeline
 
 PARTS = {  # of a bar, from below: label and colour
@@ -55,7 +57,13 @@ def check_picture(path: Path) -> None:
         raise UserError(f"--plot {path}: its ending is to be one of {', '.join(formats)}")
 
 
-def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, limit_gib: float):
+def draw(
+    path: Path,
+    bars: Sequence[tuple[str, Report]],
+    timeline: Timeline,
+    limit_gib: float,
+    pipeline: tuple[Schedule, Times] | None = None,
+) -> None:
     """Draws memory per device, a bar for each policy, above the timeline of the plan itself.
 
     Args:
@@ -63,10 +71,14 @@ def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, lim
       bars: a label and the report of each policy.
       timeline: *modelled*, of the planned step.
       limit_gib: memory of one device, drawn as a line.
+      pipeline: schedule and *modelled* times of a step with stages, drawn below.
     """
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    heights = [5.0, 3.0]
+    if pipeline:
+        heights += 2 * [0.9 + 0.32 * pipeline[0].stages]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    memory, time = figure.subplots(2, 1, height_ratios=(3, 2))
+    memory, time, *panels = figure.subplots(len(heights), 1, height_ratios=heights)
     report = bars[0][1]
 
     labels = [label for label, _ in bars]
@@ -114,4 +126,6 @@ def draw(path: Path, bars: Sequence[tuple[str, Report]], timeline: Timeline, lim
         f"modelled step {1e3 * timeline.seconds:.0f} ms; waiting for communication (red) "
         f"{timeline.exposed_fraction:.1%}, green is hidden behind compute"
     )
+    if pipeline:
+        draw_pipeline((panels[0], panels[1]), *pipeline)
     figure.savefig(path, dpi=120)

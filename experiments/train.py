@@ -22,6 +22,7 @@ from experiments.allocator import keep_freed_memory
 from experiments.config import TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.eval import mean_loss
+from experiments.plan_pipeline import few_micro_batches
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
 from jaxaccel import optim, precision, sharding
@@ -83,6 +84,7 @@ def train(name: str, config: TrainConfig) -> int:
             config, devices[0].device_kind, native=native, devices=len(devices)
         )
         notes = [fp8.describe(config), *filter(None, [on_device])]
+    notes += few_micro_batches(config, sizes["stage"])
     if config.dry_run:
         tree = dataclasses.asdict(config)
         print(pprint.pformat(tree, sort_dicts=False, width=100, compact=True))
