@@ -63,7 +63,7 @@ def lines(report: PipelineReport) -> list[str]:
     }
     told = ", ".join(f"{ms:,.1f} ms with {option}" for option, ms in steps.items())
     return [
-        f"pipeline {r.schedule}: {r.stages} stages{runs}, {r.micro_batches} micro-batches; at most "
+        f"pipeline {r.schedule}: {r.stages} stages{runs}, --micro-batches {r.micro_batches}; at most "
         f"{r.passes_kept} passes of a stage wait for their backward pass",
         f"  bubble of the ideal time (passes of one length): {r.bubble:.1%}, with delayed sends "
         f"{r.bubble_delayed:.1%}",

@@ -143,7 +143,7 @@ class Schedule:
             self.kind, self.stages, self.stages, chunks=self.chunks, delayed=self.delayed
         )
         return (
-            f"{self.micro_batches} micro-batches for {self.stages} stages: the bubble is "
+            f"--micro-batches {self.micro_batches} for {self.stages} stages: the bubble is "
             f"{self.bubble():.0%} of the ideal time; {full.bubble():.0%} with --micro-batches "
             f"{self.stages}, and less with more"
         )
