@@ -143,7 +143,7 @@ def turns(
     if (known := sum(each.count for each in module.turns)) != count:
         raise ValueError(f"{loop.op_name or loop.name} turns {count:g} times, not {known} as told")
     for each in module.turns:
-        yield each.count, each
+        yield float(each.count), each
 
 
 def executions(module: Module) -> dict[tuple[str, bool], float]:
