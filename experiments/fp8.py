@@ -83,15 +83,15 @@ def restore(checkpoints: Checkpoints, like: TrainState, saved: str, asked: str) 
     stored = {
         key.removeprefix("fp8."): kind for key, kind in arrays.items() if key.startswith("fp8.")
     }
+    tell = lambda text: print(text, file=sys.stderr) if checkpoints.speaks else None
     if saved != asked and arrays:
-        print(
+        tell(
             f"warning: the run was saved with --fp8 {saved} and goes on with --fp8 {asked}: "
-            "parameters and optimizer are kept, FP8 scales are found anew",
-            file=sys.stderr,
+            "parameters and optimizer are kept, FP8 scales are found anew"
         )
     elif arrays and wanted.keys() - stored.keys():
         new = sorted({key.rsplit(".", 2)[0] for key in wanted.keys() - stored.keys()})
-        print(f"note: FP8 scales of {', '.join(new)} are found anew", file=sys.stderr)
+        tell(f"note: FP8 scales of {', '.join(new)} are found anew")
     if {key: (leaf.shape, leaf.dtype) for key, leaf in wanted.items()} == {
         key: (leaf.shape, leaf.dtype) for key, leaf in stored.items()
     }:
