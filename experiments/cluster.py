@@ -12,10 +12,12 @@ one line that says which and why, on stderr and in `stopped-PROCESS.txt` of the 
 """
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -148,6 +150,7 @@ def _connect(config: TrainConfig, prog: str) -> Group:
     if index:  # one of them is enough to be heard
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _survive_abort()
     group = Group(prog)
     group.connect(Link(index, count, peers, group.ended))
     return group
@@ -162,6 +165,17 @@ def one_task_devices(environ: Mapping[str, str]) -> list[int] | None:
     if not alone or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
     return list(range(int(environ.get("SLURM_GPUS_ON_NODE", "0")))) or None
+
+
+def _survive_abort() -> None:
+    """Gives the link time for its line where JAX aborts because process 0 is gone.
+
+    JAX's client ends its process within milliseconds, by `abort`, from a thread of its own. The
+    handler is C's `sleep`, which gets the signal's number for its seconds: that thread sleeps
+    for 6 s, then `abort` does its work, should the process still be there.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 class _Address(logging.Handler):
