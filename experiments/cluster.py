@@ -13,6 +13,7 @@ one line that says which and why, on stderr and in `stopped-PROCESS.txt` of the 
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import logging
 import os
@@ -82,7 +83,16 @@ def many(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> bool:
         return int(environ.get("SLURM_NTASKS", "1")) > 1
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return int(environ["OMPI_COMM_WORLD_SIZE"]) > 1
-    return "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
+    if not ("KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ):
+        return False
+    if importlib.util.find_spec("kubernetes") is None:
+        raise UserError(
+            "this is a pod of a Kubernetes Indexed Job, and JAX finds the others by the package "
+            "kubernetes, which is not installed: pip install 'jax[k8s]', or give --coordinator "
+            "HOST:PORT --processes N --process $JOB_COMPLETION_INDEX, or --processes 1 to train "
+            "alone"
+        )
+    return True
 
 
 def _check_given(coordinator: str, processes: int | None, process: int | None) -> None:
@@ -96,8 +106,8 @@ def _check_given(coordinator: str, processes: int | None, process: int | None) -
         raise UserError(f"--processes is {processes}; with --coordinator it must be 1 or more")
     if process is None or not 0 <= process < processes:
         raise UserError(
-            f"--process is {process}; of {processes} processes it must be one of 0 to "
-            f"{processes - 1}"
+            f"--process is {process}; it must be one of 0 to {processes - 1}, another one for each "
+            f"of the {processes} processes"
         )
 
 

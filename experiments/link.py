@@ -14,6 +14,7 @@ What could be better: process 0 has a thread for each other process, which will 
 of them and not for tens of thousands.
 """
 
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -183,10 +184,13 @@ class Link:
             self._send(peer, {"bye": True})
         with self._changed:
             self._changed.wait_for(lambda: self._said_bye >= {*self._peers}, _GRACE)
+        for connection in self._peers.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _listen(self, peer: int, connection: socket.socket) -> None:
         try:
-            with connection.makefile("r", encoding="utf-8") as lines:
+            with connection, connection.makefile("r", encoding="utf-8") as lines:
                 for line in lines:
                     if line.endswith("\n"):  # else cut off by a death
                         self._take(peer, json.loads(line))
@@ -262,11 +266,9 @@ class Link:
 
     def _send(self, peer: int, message: dict[str, Any]) -> None:
         line = (json.dumps(message) + "\n").encode()
-        try:
-            with self._sending[peer]:
-                self._peers[peer].sendall(line)
-        except OSError:
-            pass  # it is gone; whoever listens to it will hear that
+        # Where it is gone, whoever listens to it will hear that.
+        with contextlib.suppress(OSError), self._sending[peer]:
+            self._peers[peer].sendall(line)
 
 
 def probe(connection: socket.socket) -> None:
