@@ -70,21 +70,27 @@ class Hub:
                 self._server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     peer, _ = self._server.accept()
-                    peer.settimeout(_HELLO)
-                    token, index = peer.recv(64).decode("ascii", "replace").split()
                 except TimeoutError:
-                    if time.monotonic() < deadline:
-                        continue  # one that connects and says nothing
                     missing = sorted({*range(1, self._count)} - {*peers})
                     raise LinkError(f"no connection from process {_some(missing)}") from None
-                except (OSError, ValueError):
-                    continue  # not one of ours
-                if token == self.token:
-                    peer.sendall(b"ok\n")
-                    peers[int(index)] = peer
-                else:
+                index = self._greet(peer)
+                if index is None:  # not one of ours
                     peer.close()
+                else:
+                    peers[index] = peer
         return peers
+
+    def _greet(self, peer: socket.socket) -> int | None:
+        """Whose connection this is; None if it does not know the token."""
+        try:
+            peer.settimeout(_HELLO)
+            token, index = peer.recv(64).decode("ascii", "replace").split()
+            if token != self.token:
+                return None
+            peer.sendall(b"ok\n")
+            return int(index)
+        except (OSError, ValueError):
+            return None
 
 
 def reach(addresses: Iterable[tuple[str, int]], token: str, index: int) -> socket.socket:
@@ -95,15 +101,16 @@ def reach(addresses: Iterable[tuple[str, int]], token: str, index: int) -> socke
     """
     tried = []
     for host, port in addresses:
-        try:
-            peer = socket.create_connection((host, port), _HELLO)
-            peer.sendall(f"{token} {index}\n".encode())
-            if peer.recv(3) == b"ok\n":
-                return peer
-            peer.close()
-            tried.append(f"{host}:{port} is something else")
-        except OSError as error:
-            tried.append(f"{host}:{port} {error.strerror or error}")
+        with contextlib.ExitStack() as stack:
+            try:
+                peer = stack.enter_context(socket.create_connection((host, port), _HELLO))
+                peer.sendall(f"{token} {index}\n".encode())
+                if peer.recv(3) == b"ok\n":
+                    stack.pop_all()
+                    return peer
+                tried.append(f"{host}:{port} is something else")
+            except OSError as error:
+                tried.append(f"{host}:{port}: {error.strerror or error}")
     raise LinkError("; ".join(tried))
 
 
@@ -183,7 +190,7 @@ class Link:
         for peer in self._peers:
             self._send(peer, {"bye": True})
         with self._changed:
-            self._changed.wait_for(lambda: self._said_bye >= {*self._peers}, _GRACE)
+            self._changed.wait_for(lambda: self._said_bye | self._hung_up >= {*self._peers}, _GRACE)
         for connection in self._peers.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
