@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from experiments.checkpoint import Checkpoints, Restored, flatten
@@ -118,7 +119,13 @@ def _carried(like: PyTree[DelayedState], held: dict[str, Array]) -> PyTree[Delay
             )
         else:
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, empty)
+        return jax.tree.map(lambda x, like: _placed(x, like.sharding), state, empty)
 
     is_state = lambda node: isinstance(node, DelayedState)
     return jax.tree_util.tree_map_with_path(one, like, is_leaf=is_state)
+
+
+def _placed(x: Array, sharding: jax.sharding.Sharding) -> Array:
+    """An array that every process has, on devices of all of them."""
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
