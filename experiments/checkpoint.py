@@ -14,8 +14,10 @@ part of the state be read, and its checksums verified, without touching the rest
 is saved as a flat dictionary: what decides whether a checkpoint fits are the names, shapes
 and dtypes of its arrays, whatever classes the tree is made of.
 
-Every process calls `save`; process 0 writes the data position and the manifest. The folder
-must be one that all processes see.
+Of several processes each calls `save` and writes its shards; process 0 makes and renames the
+folder, writes the data position and, once all have written, the manifest. On reading, process 0
+decides which checkpoint; the checksums are divided among all. The folder must be one that all
+processes see.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ from jax.sharding import SingleDeviceSharding
 
 from experiments import manifest
 from experiments.errors import UserError
+from experiments.group import Group
 from experiments.manifest import DamagedError, write_json
 
 PyTree = Any
@@ -66,15 +69,17 @@ class Checkpoints:
     Args:
       folder: where checkpoints lie, one folder a step.
       keep: how many to keep; older ones are deleted once a newer one is whole.
+      group: the processes that call this together; without, this one alone.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 3):
+    def __init__(self, folder: Path, *, keep: int = 3, group: Group | None = None):
         if keep < 1:
             raise UserError(f"checkpoints to keep: got {keep}, need at least 1")
         logging.getLogger("absl").addFilter(_not_from_orbax)
         logging.getLogger("asyncio").addFilter(_not_of_orbax_tasks)
         self.folder = Path(folder).absolute()
         self.keep = keep
+        self._group = group or Group()
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._orbax = ocp.AsyncCheckpointer(
@@ -82,6 +87,7 @@ class Checkpoints:
             ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False),
             # Else a failure to create the folder is reported minutes later, as a time-out.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            multiprocessing_options=_processes(self._group),
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -109,7 +115,7 @@ class Checkpoints:
         leaves = flatten(state)
         tmp = self.path(step, ".tmp")
         try:
-            if jax.process_index() == 0:
+            if self._group.first:
                 for leftover in self._listed(".tmp").values():
                     shutil.rmtree(leftover)
                 tmp.mkdir(parents=True)
@@ -152,23 +158,33 @@ class Checkpoints:
           `state` is the part. None if there is no whole checkpoint.
         """
         self.wait()
+        if step is None:
+            return self._read_newest(like, part)
         candidates = self._found()
-        if step is not None:
-            if step not in candidates:
-                known = ", ".join(map(str, self.steps())) or "none"
-                raise UserError(
-                    f"no checkpoint of step {step} in {self.folder}; there are: {known}"
-                )
+        if step not in candidates:
+            known = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"no checkpoint of step {step} in {self.folder}; there are: {known}")
+        try:
+            self._check(candidates[step], like, part)
+        except DamagedError as damage:
+            raise UserError(f"checkpoint {candidates[step]} is damaged: {damage}") from None
+        return self._load(step, candidates[step], like, part)
+
+    def _read_newest(self, like: PyTree, part: str) -> Restored | None:
+        """The newest one that every process finds whole; process 0 says which there are."""
+        mine = self._listed(".tmp") | self._found()
+        order = sorted(((step, path.name) for step, path in mine.items()), reverse=True)
+        for step, name in self._group.exchange("checkpoints", order)[0]:
+            path, damage = self.folder / name, None
             try:
-                return self._read(step, candidates[step], like, part)
-            except DamagedError as damage:
-                raise UserError(f"checkpoint {candidates[step]} is damaged: {damage}") from None
-        candidates = self._listed(".tmp") | candidates
-        for candidate, path in sorted(candidates.items(), reverse=True):
-            try:
-                return self._read(candidate, path, like, part)
-            except DamagedError as damage:
-                print(f"warning: passing over checkpoint {path}: {damage}", file=sys.stderr)
+                self._check(path, like, part)
+            except DamagedError as error:
+                damage = str(error)
+            found = [text for text in self._group.exchange("damage", damage) if text]
+            if not found:
+                return self._load(step, path, like, part)
+            if self._group.first:
+                print(f"warning: passing over checkpoint {path}: {found[0]}", file=sys.stderr)
         return None
 
     def steps(self) -> list[int]:
@@ -186,6 +202,11 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest of `steps`, None if there is none."""
         return max(self.steps(), default=None)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is the one that warns people."""
+        return self._group.first
 
     def wait(self) -> None:
         """Returns when no save is running.
@@ -228,7 +249,7 @@ class Checkpoints:
         tmp, final, old = (self.path(step, suffix) for suffix in (".tmp", "", ".old"))
         try:
             self._orbax.wait_until_finished()
-            if jax.process_index() != 0:
+            if not self._group.first:  # Orbax has waited for all to have written
                 return
             manifest.write(tmp, kinds)
             # A folder cannot be replaced by one rename. Killed between these two, `old` is read.
@@ -240,7 +261,9 @@ class Checkpoints:
             manifest.sync(self.folder)
             self._prune(step)
         except (OSError, ValueError) as error:
-            raise self._failed(step, error) from error
+            failed = self._failed(step, error)
+            self._group.fail(f"stopped: {failed}")  # the others wait for its shards
+            raise failed from error
 
     def _prune(self, step: int) -> None:
         """Deletes what is older than the `keep` newest whole ones up to `step`.
@@ -267,7 +290,8 @@ class Checkpoints:
             f"cannot save checkpoint {self.path(step)}: {reason}; earlier checkpoints are kept"
         )
 
-    def _read(self, step: int, path: Path, like: PyTree, part: str) -> Restored:
+    def _check(self, path: Path, like: PyTree, part: str) -> None:
+        """Whether the checkpoint holds what is wanted, and (this process' share of) its sums."""
         if path.suffix == ".tmp":
             raise DamagedError("its save was cut short, or is not over")
         contents = manifest.read(path)
@@ -279,8 +303,13 @@ class Checkpoints:
         }
         _check_fit(path, within, {key: _kind(leaf) for key, leaf in wanted.items()})
         others = contents["arrays"].keys() - wanted.keys()
-        manifest.check_sums(path, contents, skip=[f"{_STATE}/{key}/" for key in others])
+        share = slice(self._group.index, None, self._group.count)
+        manifest.check_sums(
+            path, contents, skip=[f"{_STATE}/{key}/" for key in others], share=share
+        )
 
+    def _load(self, step: int, path: Path, like: PyTree, part: str) -> Restored:
+        wanted = flatten(like, part)
         first = SingleDeviceSharding(jax.local_devices()[0])
         abstract = {
             key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or first)
@@ -302,6 +331,16 @@ class Checkpoints:
             state=jax.tree.unflatten(jax.tree.structure(like), leaves),
             data_state=json.loads((path / _DATA).read_text()),
         )
+
+
+def _processes(group: Group) -> ocp.options.MultiprocessingOptions:
+    """For Orbax: whom it has to wait for."""
+    if group.count > 1 or jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    alone = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=alone, active_processes={alone}, barrier_sync_key_prefix=f"alone-{alone}"
+    )
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:

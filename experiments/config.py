@@ -98,6 +98,19 @@ class TrainConfig:
     dry_run: bool = False
     """Print what would be trained, and exit."""
 
+    coordinator: str = ""
+    """HOST:PORT of process 0, where several processes train one model. Not needed under Slurm,
+    Open MPI and Kubernetes."""
+    processes: int | None = None
+    """How many processes; 1: train alone, whatever started this one."""
+    process: int | None = None
+    """Which of them this is, from 0."""
+    join_timeout: float = 5.0
+    """Minutes in which all processes must have come together."""
+    hang_timeout: float = 15.0
+    """Minutes without a finished step after which the run writes all stacks and ends; 0: never.
+    The first step, which is compiled, has four times as long."""
+
 
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
@@ -105,7 +118,8 @@ CARRYING_OUT = frozenset(
     "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
     "budget_gib mesh overlap zero bucket_mib pipeline chunks delayed_sends stage_layers "
     "log_every eval_every save_every eval_batches keep max_skipped resume time_limit profile "
-    "tensorboard wandb_project sample_prompt dry_run".split()
+    "tensorboard wandb_project sample_prompt dry_run coordinator processes process join_timeout "
+    "hang_timeout".split()
 )
 
 
@@ -118,6 +132,8 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
             raise UserError(f"--{name} is {getattr(config, field)}; it must be at least 1")
     if config.time_limit is not None and not config.time_limit >= 0:
         raise UserError(f"--time-limit is {config.time_limit}; it must be 0 minutes or more")
+    if not config.hang_timeout >= 0:
+        raise UserError(f"--hang-timeout is {config.hang_timeout}; it must be 0 minutes or more")
     if not 0 <= config.seed < 2**32:  # what every user of the seed takes
         raise UserError(f"--seed is {config.seed}; it must lie in 0 to 2**32 - 1")
     if config.budget_gib is not None and not config.budget_gib > 0:  # nan too

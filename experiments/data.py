@@ -14,9 +14,10 @@ a few GiB should be tokenized once, to a `.bin`.
 """
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -94,6 +95,18 @@ class Corpus:
     def bytes_per_token(self) -> float:
         """Of the validation split: bits per byte = loss / ln(2) / bytes_per_token."""
         return self.validation.bytes_per_token
+
+    def facts(self) -> dict[str, Any]:
+        """What tells this corpus from another; of a `.bin` the first tokens are looked at."""
+        found: dict[str, Any] = {}
+        for name, split in (("training", self.train), ("validation", self.validation)):
+            shards = [shard for stream in split.streams for shard in stream.shards]
+            crc = 0
+            for shard in shards:
+                few = shard.tokens[:_SAMPLE] if isinstance(shard, TokenShard) else shard.tokens
+                crc = zlib.crc32(np.ascontiguousarray(few).view(np.uint8).data, crc)
+            found |= {f"{name} tokens": split.tokens, f"checksum of {name} tokens": crc}
+        return found
 
     def describe(self, documents: Sequence[int] | np.ndarray) -> list[str]:
         """Where the documents of a batch come from.
@@ -284,8 +297,7 @@ def train_iterator(
     batch: int,
     sequence: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: np.ndarray | None = None,
 ) -> "grain.DatasetIterator[Batch]":
     """Shuffled training batches without end.
 
@@ -298,12 +310,11 @@ def train_iterator(
       batch: rows of the global batch.
       sequence: tokens in a row.
       seed: of the order.
-      process_index: which part of each global batch to read.
-      process_count: how many parts there are.
+      rows: which rows of each global batch to read (`OwnRows.numbers`); None: all.
 
     Returns:
       An iterator with grain's `get_state()` and `set_state()`, whose state is JSON. It yields
-      dicts of int32 [batch / process_count, sequence]:
+      dicts of int32 [rows, sequence]:
         tokens: ids.
         labels: the next token of the same document, -1 where there is none.
         segments: 1, 2, ... for the documents of a row; 0 is padding, in a tail row only.
@@ -311,12 +322,10 @@ def train_iterator(
         documents: numbers for `Corpus.describe`; -1 is padding.
 
     Raises:
-      UserError: a source holds less than one batch, or the processes do not divide `batch`.
+      UserError: a source holds less than one batch.
     """
     import grain  # not at the top: `--help` should not wait for it
 
-    if batch % process_count:
-        raise UserError(f"batch {batch} is not divisible by {process_count} processes")
     for stream in corpus.train.streams:
         if stream.tokens < batch * sequence:
             raise UserError(
@@ -332,11 +341,10 @@ def train_iterator(
         for lo, hi, s in zip(firsts, firsts[1:], seeds)
     ]
     mixed = grain.MapDataset.mix(numbers, corpus.weights) if corpus.weights else numbers[0]
-    share = batch // process_count
-    mine = slice(process_index * share, (process_index + 1) * share)
+    mine = np.arange(batch) if rows is None else rows
 
-    def read(rows: np.ndarray) -> Batch:
-        return read_batch(streams, firsts[:-1], rows[mine], sequence)
+    def read(numbers: np.ndarray) -> Batch:
+        return read_batch(streams, firsts[:-1], numbers[mine], sequence)
 
     # No remainder, of a dataset without end: grain's other way overflows for a batch of 1.
     batches = mixed.batch(batch, drop_remainder=True).map(read)
@@ -345,7 +353,12 @@ def train_iterator(
 
 
 def validation_batches(
-    corpus: Corpus, *, batch: int, sequence: int, limit: int | None = None
+    corpus: Corpus,
+    *,
+    batch: int,
+    sequence: int,
+    limit: int | None = None,
+    rows: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Yields the validation split in batches like `train_iterator`'s, always the same.
 
@@ -354,12 +367,14 @@ def validation_batches(
       batch: rows; the last batch is filled up with rows of padding.
       sequence: tokens in a row.
       limit: at most so many batches, of rows spread evenly over the split; None is all.
+      rows: which rows of each batch to read (`OwnRows.numbers`); None: all.
     """
     streams = corpus.validation.streams
-    rows = np.arange(streams[0].rows(sequence))
-    if limit is not None and limit * batch < len(rows):
-        rows = np.arange(limit * batch) * len(rows) // (limit * batch)
-    for at in range(0, len(rows), batch):
-        chosen = rows[at : at + batch]
+    mine = np.arange(batch) if rows is None else rows
+    numbers = np.arange(streams[0].rows(sequence))
+    if limit is not None and limit * batch < len(numbers):
+        numbers = np.arange(limit * batch) * len(numbers) // (limit * batch)
+    for at in range(0, len(numbers), batch):
+        chosen = numbers[at : at + batch]
         chosen = np.pad(chosen, (0, batch - len(chosen)), constant_values=-1)
-        yield read_batch(streams, np.zeros(1, np.int64), chosen, sequence)
+        yield read_batch(streams, np.zeros(1, np.int64), chosen[mine], sequence)

@@ -1,4 +1,4 @@
-"""The one exception that a program turns into one line and exit status 2."""
+"""What a program turns into one line and an exit status: 2 for bad input, 1 for a run's end."""
 
 import contextlib
 from collections.abc import Generator
@@ -6,6 +6,10 @@ from collections.abc import Generator
 
 class UserError(ValueError):
     """Something the user can put right: the message says what was got and what is legal."""
+
+
+class RunStopped(Exception):
+    """The run cannot go on; what it has saved is intact."""
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ of unlike tokenizers; loss and perplexity are per token and do not.
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,10 @@ class Evaluation:
 
 
 def mean_loss(
-    step: TrainStep, params: PyTree[Array], batches: Iterable[data.Batch]
+    step: TrainStep,
+    params: PyTree[Array],
+    batches: Iterable[data.Batch],
+    place: Callable[[data.Batch], dict[str, Array]] | None = None,
 ) -> tuple[float, int]:
     """Mean negative log-likelihood over the tokens of all batches, in nats, and their number.
 
@@ -67,10 +70,11 @@ def mean_loss(
       step: made by `make_train_step`.
       params: sharded as the step has them.
       batches: ragged or not: each weighs as many tokens as it has.
+      place: brings a batch to the devices; None: `step.place`.
     """
     total, count = 0.0, 0
     for batch in batches:
-        sums = step.evaluate(params, step.place(batch))
+        sums = step.evaluate(params, (place or step.place)(batch))
         total += float(sums.nll)  # in double precision from here on
         count += int(sums.count)
     return total / max(1, count), count

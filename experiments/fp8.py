@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from experiments.checkpoint import Checkpoints, Restored, flatten
@@ -83,15 +84,15 @@ def restore(checkpoints: Checkpoints, like: TrainState, saved: str, asked: str) 
     stored = {
         key.removeprefix("fp8."): kind for key, kind in arrays.items() if key.startswith("fp8.")
     }
+    tell = lambda text: print(text, file=sys.stderr) if checkpoints.speaks else None
     if saved != asked and arrays:
-        print(
+        tell(
             f"warning: the run was saved with --fp8 {saved} and goes on with --fp8 {asked}: "
-            "parameters and optimizer are kept, FP8 scales are found anew",
-            file=sys.stderr,
+            "parameters and optimizer are kept, FP8 scales are found anew"
         )
     elif arrays and wanted.keys() - stored.keys():
         new = sorted({key.rsplit(".", 2)[0] for key in wanted.keys() - stored.keys()})
-        print(f"note: FP8 scales of {', '.join(new)} are found anew", file=sys.stderr)
+        tell(f"note: FP8 scales of {', '.join(new)} are found anew")
     if {key: (leaf.shape, leaf.dtype) for key, leaf in wanted.items()} == {
         key: (leaf.shape, leaf.dtype) for key, leaf in stored.items()
     }:
@@ -118,7 +119,13 @@ def _carried(like: PyTree[DelayedState], held: dict[str, Array]) -> PyTree[Delay
             )
         else:
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
-        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, empty)
+        return jax.tree.map(lambda x, like: _placed(x, like.sharding), state, empty)
 
     is_state = lambda node: isinstance(node, DelayedState)
     return jax.tree_util.tree_map_with_path(one, like, is_leaf=is_state)
+
+
+def _placed(x: Array, sharding: jax.sharding.Sharding) -> Array:
+    """An array that every process has, on devices of all of them."""
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -86,13 +86,19 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def check_sums(path: Path, manifest: dict[str, Any], skip: Sequence[str]) -> None:
-    """Reads every file, but those below the folders `skip`, against its checksum."""
+def check_sums(
+    path: Path, manifest: dict[str, Any], skip: Sequence[str], share: slice = slice(None)
+) -> None:
+    """Reads every file, but those below the folders `skip`, against its checksum.
+
+    `share`: of the files, the ones that this process reads.
+    """
     sums = {
         name: crc
         for name, (_, crc) in manifest["files"].items()
         if not name.startswith(tuple(skip))
     }
+    sums = dict([*sums.items()][share])
     for name, crc in zip(sums, _in_threads(_crc32, [path / name for name in sums]), strict=True):
         if crc != sums[name]:
             raise DamagedError(f"{name} has a wrong checksum")

@@ -120,7 +120,7 @@ def environment() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions(),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "device_count": len(devices),
@@ -131,6 +131,11 @@ def environment() -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "xla_flags": os.environ.get("XLA_FLAGS"),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that a run's numbers may depend on."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -59,7 +59,8 @@ _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 class RunLog:
     """Takes a record a logged step and hands it to every sink.
 
-    One process of a run has one. Nothing is written before `with` is entered.
+    Nothing is written before `with` is entered. Without a folder it takes everything and keeps
+    nothing: of several processes one logs.
 
     Example:
       >>> import tempfile
@@ -73,7 +74,7 @@ class RunLog:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         *,
         total_steps: int,
         resume_step: int,
@@ -84,7 +85,7 @@ class RunLog:
         """Checks that what was asked for is installed.
 
         Args:
-          folder: the run folder; made where missing.
+          folder: the run folder, made where missing; None to log nothing.
           total_steps: steps of the whole run, those before the resume included.
           resume_step: steps done already, 0 for a fresh start. Later rows are dropped; at 0
             all are.
@@ -110,6 +111,8 @@ class RunLog:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._folder is None:
+            return self
         self._folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             if self._wandb:  # first: it may refuse, and nothing is written yet
@@ -164,10 +167,13 @@ class RunLog:
         self._last_step = record["step"]
         for sink in self._sinks:
             sink(record)
-        self._show(record)
+        if self._folder is not None:
+            self._show(record)
 
     def message(self, text: str) -> None:
         """Prints a line, above the progress bar where there is one."""
+        if self._folder is None:
+            return
         if self._progress is None:
             print(text, flush=True)
         else:

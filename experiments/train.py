@@ -1,7 +1,9 @@
 """Trains a language model: `python -m experiments.train [CONFIG] [options]`.
 
 CONFIG is a preset (tiny by default); any option overrides it. Running the same command
-again resumes. `--help` lists the options, `--dry-run` shows what would be trained.
+again resumes. `--help` lists the options, `--dry-run` shows what would be trained. Several
+processes train one model where a cluster starts them, or --coordinator tells them so
+(`experiments.cluster`).
 """
 
 import dataclasses
@@ -16,15 +18,30 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from experiments import checkpoint, cli, configs, data, fit, fp8, generate, manifest, metrics, run
+from experiments import (
+    checkpoint,
+    cli,
+    cluster,
+    configs,
+    data,
+    fit,
+    fp8,
+    generate,
+    manifest,
+    metrics,
+    run,
+)
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
 from experiments.config import TrainConfig, check_options, step_config
-from experiments.errors import UserError, user_errors
+from experiments.errors import RunStopped, UserError, user_errors
 from experiments.eval import mean_loss
+from experiments.group import Group
 from experiments.plan_pipeline import few_micro_batches
+from experiments.rows import OwnRows
 from experiments.runlog import RunLog, plot_losses
 from experiments.watch import Clock, Profile, StopRequest
+from experiments.watchdog import Watchdog
 from jaxaccel import optim, precision, sharding
 from jaxaccel.budget import GIB
 from jaxaccel.decode import Sampling
@@ -34,41 +51,50 @@ from jaxaccel.nn import flops_per_token, parameter_count
 from jaxaccel.plan import peak_bytes
 from jaxaccel.train_step import StepMetrics, TrainStep, abstract_batch, make_train_step
 
-
-class RunStopped(Exception):
-    """The run cannot go on; what it has saved is intact."""
+PROG = "python -m experiments.train"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Reads the command line, trains, and exits: 0 done, 2 bad input, 1 stopped."""
     args = list(sys.argv[1:] if argv is None else argv)
     name = args.pop(0) if args and not args[0].startswith("-") else "tiny"
-    prog = "python -m experiments.train"
     keep_freed_memory()
 
     def program() -> int:
         preset = configs.load(name)
-        config = cli.parse(TrainConfig, default=preset, args=args, prog=f"{prog} [CONFIG]")
+        config = cli.parse(TrainConfig, default=preset, args=args, prog=f"{PROG} [CONFIG]")
         try:
-            return train(name, config)
-        except (RunStopped, checkpoint.SaveError) as error:
-            print(f"{prog}: {error}", file=sys.stderr)
-            return 1
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            with cluster.join(config, PROG, explain) as group:
+                return train(name, config, group)
+        except Exception as error:
+            if (known := explain(error)) is None:
                 raise
-            print(f"{prog}: {error.strerror}; checkpoints so far are kept", file=sys.stderr)
-            return 1
+            print(f"{PROG}: {known[0]}", file=sys.stderr)
+            return known[1]
 
-    cli.exit_with(program, prog)
+    cli.exit_with(program, PROG)
 
 
-def train(name: str, config: TrainConfig) -> int:
-    """One run from its options to its summary; returns the exit status."""
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """Line and exit status of what needs no traceback; None of everything else."""
+    if isinstance(error, RunStopped | checkpoint.SaveError):
+        return str(error), 1
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}; checkpoints so far are kept", 1
+    return ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else None
+
+
+def train(name: str, config: TrainConfig, group: Group) -> int:
+    """One run from its options to its summary; returns the exit status.
+
+    All of `group` do the same, in step. Process 0 alone writes and prints, but for checkpoints.
+    """
     started = time.monotonic()
 
     # ---- Devices, precision, mesh -------------------------------------------------------
-    devices = jax.devices()
+    devices, own_device = jax.devices(), jax.local_devices()[0]
     if config.precision == "auto":
         chosen = "float32" if devices[0].platform == "cpu" else "bfloat16"
         config = dataclasses.replace(config, precision=chosen)
@@ -102,11 +128,14 @@ def train(name: str, config: TrainConfig) -> int:
     if (folder / "config.json").exists():
         saved_fp8 = run.check_same(folder, config, tokenizer).fp8
     corpus = data.load_corpus(config.data, tokenizer)
-    shape = {"batch": config.batch, "sequence": config.sequence}
+    if group.count > 1:
+        group.agree({"tokenizer": tokenizer.fingerprint} | corpus.facts(), "text")
+    mesh = sharding.make_mesh(sizes, devices)
+    own = OwnRows(sharding.batch_sharding(mesh), config.batch, config.sequence)
+    shape = {"batch": config.batch, "sequence": config.sequence, "rows": own.numbers}
     batches = data.train_iterator(corpus, **shape, seed=config.seed)
 
     # ---- The step -----------------------------------------------------------------------
-    mesh = sharding.make_mesh(sizes, devices)
     rate = optim.schedule(config.optimizer, config.steps)
 
     def build(config: TrainConfig) -> TrainStep:
@@ -119,7 +148,8 @@ def train(name: str, config: TrainConfig) -> int:
         batch = abstract_batch(made, config.batch, config.sequence)
         return peak_bytes(made.step.lower(made.abstract_state, batch).compile())
 
-    limit = memory_limit(config, devices[0])
+    limits = group.exchange("memory limit", memory_limit(config, own_device))
+    limit = min((limit for limit in limits if limit is not None), default=None)
     if config.remat == "auto":
         if limit is None:
             raise UserError("--remat auto needs --budget-gib here: the device states no limit")
@@ -128,6 +158,7 @@ def train(name: str, config: TrainConfig) -> int:
         tried = (f"{name} {peak / GIB:.3g} GiB" for name, peak in fitted.tried.items())
         print(f"--remat auto: {fitted.policy}, of these compiled: {', '.join(tried)}")
         config = dataclasses.replace(config, remat=fitted.policy)
+        group.agree({"--remat auto": config.remat}, "what fits")
     step = build(config)
     if devices[0].platform == "cpu" and re.search(r"\boffload\b|@host\b", config.remat):
         raise UserError(
@@ -135,7 +166,7 @@ def train(name: str, config: TrainConfig) -> int:
         )
 
     # ---- Resume or begin ----------------------------------------------------------------
-    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep)
+    checkpoints = checkpoint.Checkpoints(folder / "checkpoints", keep=config.keep, group=group)
     restored = None
     if config.resume != "never":
         restored = fp8.restore(checkpoints, step.abstract_state, saved_fp8, config.fp8)
@@ -161,25 +192,33 @@ def train(name: str, config: TrainConfig) -> int:
         return 0
 
     # ---- Train --------------------------------------------------------------------------
-    peak = metrics.peak_flops(devices[0], precision.COMPUTE_DTYPES[config.precision])
+    peak = metrics.peak_flops(own_device, precision.COMPUTE_DTYPES[config.precision])
     flops = flops_per_token(config.model, config.sequence, config.mtp)
-    profile = Profile(config.profile, folder / "profile")
+    profile = Profile(config.profile if group.first else "", folder / "profile")
     stop = StopRequest(config.time_limit)
     log = RunLog(
-        folder,
+        folder if group.first else None,
         total_steps=config.steps,
         resume_step=first,
         tensorboard=config.tensorboard,
         wandb_project=config.wandb_project,
     )
     try:
-        run.write_config(folder, config, tokenizer)
-        manifest.write_json(
-            folder / "env.json", metrics.environment() | {"compiler_options": step.compiler_options}
-        )
+        if group.first:
+            run.write_config(folder, config, tokenizer)
+            environment = metrics.environment() | {"compiler_options": step.compiler_options}
+            manifest.write_json(folder / "env.json", environment)
     except OSError as error:
         raise UserError(f"cannot write run folder {folder}: {error}") from error
-    with checkpoints, stop, log:
+    group.check_shared(folder / "env.json")
+    group.folder = folder
+
+    def program() -> str:
+        batch = abstract_batch(step, config.batch, config.sequence)
+        return step.step.lower(step.abstract_state, batch).compile().as_text() or ""
+
+    watchdog = Watchdog(config.hang_timeout, folder, group, program)
+    with checkpoints, stop, log, watchdog:
         log.message("\n".join([describe(config, sizes), *notes]))
         log.message(describe_corpus(corpus, tokenizer))
         log.message(f"{metrics.MFU_CONVENTION}; peak {peak.flops:.3g} FLOP/s: {peak.source}")
@@ -191,6 +230,8 @@ def train(name: str, config: TrainConfig) -> int:
         def settle(done: int, figures: StepMetrics, documents, val_loss: float | None = None):
             """Logs a finished step, and stops a run whose gradients stay non-finite."""
             nonlocal cold
+            jax.block_until_ready(figures)
+            watchdog.mark(f"step {done}")
             cold = cold or (config.fp8 == "delayed" and int(figures.skipped_in_row) > 0)
             if int(figures.skipped_in_row) >= config.max_skipped:
                 raise RunStopped(
@@ -211,7 +252,7 @@ def train(name: str, config: TrainConfig) -> int:
                     "learning_rate": float(jnp.asarray(rate(done - 1 - int(figures.skipped)))),
                     "tokens_per_second": speed,
                     "mfu": speed and speed * flops / (peak.flops * len(devices)),
-                    "peak_memory_gib": metrics.peak_memory_gib(devices[0]),
+                    "peak_memory_gib": metrics.peak_memory_gib(own_device),
                     "skipped_steps": int(figures.skipped),
                     "loss_scale": float(figures.loss_scale),
                     "fp8_skipped": int(figures.fp8_skipped),
@@ -226,7 +267,7 @@ def train(name: str, config: TrainConfig) -> int:
             profile.before(done + 1)
             batch = next(batches)
             try:
-                placed = step.place(batch)
+                placed = own.place(batch)
                 if cold:  # FP8 scales that are not known yet, from the batch at hand
                     state, cold = step.warm_up(state, placed), False
                 state, figures = step.step(state, placed)
@@ -249,7 +290,7 @@ def train(name: str, config: TrainConfig) -> int:
                 jax.block_until_ready(figures)
                 log.message(f"first step, compilation included: {clock.start(done):.1f} s")
 
-            reason = stop.reason
+            reason = group.stop(done, stop.reason)
             evaluating = done % config.eval_every == 0 or done == config.steps
             # Not amid non-finite gradients: such a checkpoint would push out a good one.
             due = done % config.save_every == 0 and not int(figures.skipped_in_row)
@@ -262,17 +303,23 @@ def train(name: str, config: TrainConfig) -> int:
                         held_out = data.validation_batches(
                             corpus, **shape, limit=config.eval_batches
                         )
-                        final_loss = val_loss = mean_loss(step, state.params, held_out)[0]
+                        held_out = watchdog.marked(held_out, "validation batch")
+                        final_loss = val_loss = mean_loss(step, state.params, held_out, own.place)[
+                            0
+                        ]
                 settle(*pending, val_loss)
                 pending = None
                 if saving:
                     with clock.paused():
                         checkpoints.save(done, state, batches.get_state())
+                    watchdog.mark(f"save of step {done}")
             if reason:
                 log.message(f"{reason}: saving at step {done}; the same command goes on from there")
                 break
         profile.close()
         checkpoints.wait()
+    if not group.first:
+        return 0
     plot_losses(folder)
     if done < config.steps:
         return 0
