@@ -63,8 +63,8 @@ def lines(report: PipelineReport) -> list[str]:
     }
     told = ", ".join(f"{ms:,.1f} ms with {option}" for option, ms in steps.items())
     return [
-        f"pipeline {r.schedule}: {r.stages} stages{runs}, --micro-batches {r.micro_batches}; at most "
-        f"{r.passes_kept} passes of a stage wait for their backward pass",
+        f"pipeline {r.schedule}: {r.stages} stages{runs}, --micro-batches {r.micro_batches}; at "
+        f"most {r.passes_kept} passes of a stage wait for their backward pass",
         f"  bubble of the ideal time (passes of one length): {r.bubble:.1%}, with delayed sends "
         f"{r.bubble_delayed:.1%}",
         f"  modelled, of one micro-batch: forward pass {r.forward_ms:,.2f} ms, backward pass "

@@ -77,7 +77,8 @@ class TrainStep(NamedTuple):
     evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params; never in FP8
     abstract_state: TrainState  # ShapeDtypeStructs with shardings
     batch_sharding: NamedSharding
-    place: Callable[[Mapping[str, Any]], Batch]  # host arrays (this process' rows) to devices
+    # Host arrays to devices: all rows, or this process' where each has a share of them.
+    place: Callable[[Mapping[str, Any]], Batch]
     compiler_options: dict[str, Any]  # of XLA's, that `step` is compiled with
 
 
