@@ -17,7 +17,7 @@ from experiments.runlog import read_metrics
 
 STEPS = 25
 OPTIONS = [
-    "--model.layers", "1", "--model.width", "32", "--model.heads", "2", "--model.kv-heads", "2",
+    "--model.layers", "2", "--model.width", "32", "--model.heads", "2", "--model.kv-heads", "2",
     "--model.head-size", "16", "--model.mlp-width", "64", "--batch", "8", "--sequence", "32",
     "--log-every", "1", "--save-every", "5", "--eval-every", "12", "--eval-batches", "2",
     "--steps", str(STEPS), "--join-timeout", "1",
@@ -166,7 +166,8 @@ def test_four_processes_one_killed_resumed_by_two_then_by_one(start, alone, tmp_
 
 def test_two_processes_give_the_losses_of_one_and_end_together(start, alone, tmp_path):
     folder = tmp_path / "run"
-    ends = start(2, 2, "--run-dir", folder).ends()  # fsdp=4: each process has half the rows
+    # Each process is a stage of a pipeline, and needs all rows.
+    ends = start(2, 2, "--run-dir", folder, "--mesh", "stage=2,fsdp=2", "--micro-batches", 2).ends()
     assert [status for status, _, _ in ends] == [0, 0], ends
     assert not any(err for _, _, err in ends)
     same_losses(folder, alone)
