@@ -34,7 +34,7 @@ def analysed(place):
         "h200x8": StepConfig(precision="bfloat16", remat="full"),
     }
     where = target.parse(place)
-    mesh = where.mesh({"data": 1, "fsdp": where.count, "sequence": 1, "tensor": 1})
+    mesh = where.mesh({"stage": 1, "data": 1, "fsdp": where.count, "sequence": 1, "tensor": 1})
     optimizer = optim.adamw(optim.OptimizerConfig(learning_rate=1e-3, warmup_steps=2), 10)
     step = make_train_step(DECODER, optimizer, options[place], mesh)
     shape = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=step.batch_sharding)
