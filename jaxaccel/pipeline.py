@@ -243,7 +243,7 @@ def _sends(schedule: Schedule, axis_name: str) -> tuple[Callable, Callable]:
 
 
 def _when(what: str, runs: Array, run: Callable, skip: Callable) -> Any:
-    """One or the other; a program's reader finds the branch by its name (`Schedule.shares`)."""
+    """One or the other; a program's reader finds the branch by its name (`Schedule.turns`)."""
     with jax.named_scope(f"pipeline_{what}"):
         return jax.lax.cond(runs, run, skip)
 

@@ -8,9 +8,10 @@ in lock-step: in each tick all wait for the slowest.
 
 import dataclasses
 
-from jaxaccel import hlo_loops, schedules, timeline
+from jaxaccel import hlo, hlo_loops, schedules, timeline
 from jaxaccel.cost import CostModel
 from jaxaccel.hlo import Computation, Instruction, Module, Turns
+from jaxaccel.memory import Saved
 from jaxaccel.schedules import PARTS, Schedule, Times
 
 _SENDS = "collective-permute"
@@ -108,6 +109,33 @@ def times(module: Module, model: CostModel, schedule: Schedule) -> Times:
         last=seconds("forward", "last") - forward,
         end=seconds("backward", "end") - backward,
         hides=not any(timeline.waits(node) for node in starts if "-done" not in node.opcode),
+    )
+
+
+def kept(module: Module, schedule: Schedule) -> tuple[Saved, ...]:
+    """What forward passes keep for their backward passes: the slots that the loop carries.
+
+    Args:
+      module: of the step, from `hlo.parse`.
+      schedule: of the pipeline.
+
+    Returns:
+      Each array of slots; none where as many chunks as slots would make weights look alike.
+    """
+    body = _conditional(module, "forward")[0].name
+    loops = (
+        node
+        for computation in module.computations.values()
+        for node in computation.instructions.values()
+        if node.opcode == "while" and hlo.while_parts(module, node)[1].name == body
+    )
+    if schedule.kept == schedule.chunks:
+        return ()
+    return tuple(
+        Saved(loop.name, shape, loop.op_name)
+        for loop in loops
+        for shape in loop.shapes
+        if len(shape.dims) > 1 and shape.dims[0] == schedule.kept
     )
 
 

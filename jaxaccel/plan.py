@@ -158,7 +158,7 @@ def analyse(
         timed = pipeline_times.in_lock_step(module, pipeline)
         times = pipeline_times.times(module, model, pipeline)
     found = matmuls.matmuls(counted)
-    saved = memory.activations(module, data)
+    saved = pipeline_times.kept(module, pipeline) if pipeline else memory.activations(module, data)
     played = timeline.simulate(timed, model)
     sent = timeline.simulate(counted, model).transfers if pipeline else played.transfers
     hidden = {t.kind: t.hidden_fraction for t in played.transfers}
