@@ -96,6 +96,8 @@ def gradients(
     def embed(index):
         return vary(parts.first(weights.first, micro_batch(index)))
 
+    rebuild: list[Any] = []  # the pullback's structure: known once `layers` was traced
+
     def layers(chunk, x, index):
         """One run, and what its backward pass needs apart from weights and micro-batch."""
         arguments = run(chunk), x, micro_batch(index)
@@ -103,7 +105,6 @@ def gradients(
         leaves, rebuild[:] = vary(jax.tree.leaves(pullback)), [jax.tree.structure(pullback)]
         return vary(y), leaves
 
-    rebuild: list[Any] = []  # the pullback's structure: known once `layers` was traced
     with_loss = jax.value_and_grad(parts.last, argnums=(0, 1), has_aux=True)
 
     def forward(now: Ticks, memory: dict):
@@ -122,7 +123,7 @@ def gradients(
                 "gradients": _put(memory["gradients"], back, now.turn),
             }
 
-        return y, _when("last", now.turn != IDLE, lambda: turn(memory), lambda: memory)
+        return y, _when("last", now.turn != IDLE, turn, lambda memory: memory, memory)
 
     def backward(now: Ticks, memory: dict):
         index, chunk = now.backward, now.backward_chunk
@@ -136,33 +137,31 @@ def gradients(
             pullback = jax.vjp(lambda w: vary(parts.first(w, micro_batch(index))), weights.first)[1]
             return memory | {"first": combine(memory["first"], pullback(back)[0])}
 
-        return back, _when("end", now.ends == 1, lambda: end(memory), lambda: memory)
+        return back, _when("end", now.ends == 1, end, lambda memory: memory, memory)
+
+    def idle(now: Ticks, memory: dict):
+        return _zeros(x), memory
+
+    # Delayed, what the last tick found travels; else activations have this tick's backward pass
+    # beside them, and gradients the next one's forward pass.
+    beside_forward, beside_backward = "gradients", "inputs"
+    if schedule.delayed:
+        beside_forward, beside_backward = beside_backward, beside_forward
 
     def tick(state, now: Ticks):
         memory, y, g = state
-        # What the tick before found travels back while the forward pass runs; delayed, on.
-        arriving = send_on(y) if schedule.delayed else send_back(g)
-        y, memory = _when(
-            "forward",
-            now.forward != IDLE,
-            lambda: forward(now, memory),
-            lambda: (_zeros(x), memory),
-        )
-        arriving, y, g = _together(arriving, y, g)
-        place = "inputs" if schedule.delayed else "gradients"
+        send = {"inputs": lambda: send_on(y), "gradients": lambda: send_back(g)}
         slots = {"inputs": now.arrives, "gradients": now.returns}
-        memory[place] = _put(memory[place], arriving, slots.pop(place))
-        arriving = send_back(g) if schedule.delayed else send_on(y)
-        g, memory = _when(
-            "backward",
-            now.backward != IDLE,
-            lambda: backward(now, memory),
-            lambda: (_zeros(x), memory),
-        )
-        arriving, g = _together(arriving, g)
-        ((place, slot),) = slots.items()
-        memory[place] = _put(memory[place], arriving, slot)
-        return (memory, y, g), None
+        arrive = lambda what, x: memory | {what: _put(memory[what], x, slots[what])}
+
+        sent = send[beside_forward]()
+        y, memory = _when("forward", now.forward != IDLE, forward, idle, now, memory)
+        sent, y, g = _together(sent, y, g)
+        memory = arrive(beside_forward, sent)
+        sent = send[beside_backward]()
+        g, memory = _when("backward", now.backward != IDLE, backward, idle, now, memory)
+        sent, g = _together(sent, g)
+        return (arrive(beside_backward, sent), y, g), None
 
     x = jax.eval_shape(embed, 0)
     kept = jax.eval_shape(lambda x: layers(0, x, 0)[1], x)
@@ -242,10 +241,10 @@ def _sends(schedule: Schedule, axis_name: str) -> tuple[Callable, Callable]:
     return functools.partial(send, pairs), functools.partial(send, [pair[::-1] for pair in pairs])
 
 
-def _when(what: str, runs: Array, run: Callable, skip: Callable) -> Any:
+def _when(what: str, runs: Array, run: Callable, skip: Callable, *operands: Any) -> Any:
     """One or the other; a program's reader finds the branch by its name (`Schedule.turns`)."""
     with jax.named_scope(f"pipeline_{what}"):
-        return jax.lax.cond(runs, run, skip)
+        return jax.lax.cond(runs, run, skip, *operands)
 
 
 def _check(weights: Parts, batch: Any, schedule: Schedule, axis_name: str) -> None:

@@ -156,8 +156,8 @@ def runs(model: DecoderConfig, config: StepConfig, pipeline: Schedule) -> tuple[
     unit = "layers" if of == 1 else f"groups of {of} layers"
     if count > groups:
         raise ValueError(
-            f"{pipeline.stages} stages x {pipeline.chunks} runs each, and the model has {groups} "
-            f"{unit}: at most {groups} runs in all"
+            f"stage={pipeline.stages} with {pipeline.chunks} run{'s' * (pipeline.chunks > 1)} of "
+            f"layers each needs {count} {unit}, and the model has {groups}"
         )
     if groups % pipeline.stages:
         legal = ", ".join(str(n) for n in range(2, groups + 1) if groups % n == 0)
