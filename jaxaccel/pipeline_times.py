@@ -122,20 +122,21 @@ def kept(module: Module, schedule: Schedule) -> tuple[Saved, ...]:
     Returns:
       Each array of slots; none where as many chunks as slots would make weights look alike.
     """
-    body = _conditional(module, "forward")[0].name
+    body = _conditional(module, "forward")[0]
     loops = (
         node
         for computation in module.computations.values()
         for node in computation.instructions.values()
-        if node.opcode == "while" and hlo.while_parts(module, node)[1].name == body
+        if node.opcode == "while" and hlo.while_parts(module, node)[1] is body
     )
     if schedule.kept == schedule.chunks:
         return ()
     return tuple(
         Saved(loop.name, shape, loop.op_name)
         for loop in loops
-        for shape in loop.shapes
+        for i, shape in enumerate(loop.shapes)
         if len(shape.dims) > 1 and shape.dims[0] == schedule.kept
+        if not hlo.carried_unchanged(body, i)  # as the batch is
     )
 
 

@@ -137,6 +137,14 @@ def test_a_conditional_turned_around_is_found_by_its_names():
         assert {taken, skipped} == set(node.called)
 
 
+@pytest.mark.parametrize("kind", PLANS)
+def test_slots_are_what_stages_keep(kind):
+    """Input and result of a layer, whose derivatives read them."""
+    saved = pipeline_times.kept(compiled(kind), PLANS[kind])
+    assert [s.shape.dims[1:] for s in saved] == [(ROWS, WIDTH)] * 2
+    assert sum(s.shape.bytes for s in saved) == 2 * PLANS[kind].kept * 2 * ROWS * WIDTH
+
+
 def test_another_schedule_is_refused():
     module = compiled("1f1b")
     other = pipeline_times.in_lock_step(module, schedule("1f1b", STAGES, COUNT + 1))
