@@ -115,7 +115,7 @@ class Watchdog:
 
     def _bite(self, seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
-        why = f"hangs: nothing finished for {seconds:.3g} s since {self._last}"
+        why = f"sees the run hang: nothing finished for {seconds:.3g} s since {self._last}"
         with contextlib.suppress(OSError):
             self.write(why)
         why += f", stacks in {self._path}"

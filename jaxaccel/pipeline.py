@@ -83,6 +83,32 @@ def gradients(
     Raises:
       ValueError: the axis or the arrays do not have the schedule's sizes.
 
+    Along other axes of the mesh gradients are as `jax.grad` gives them inside `jax.shard_map`:
+    summed over the devices for weights that do not vary along them, else each device's own.
+
+    Example:
+      >>> from jax.sharding import AxisType, PartitionSpec as P
+      >>> from jaxaccel.schedules import schedule
+      >>> parts = Parts(
+      ...     lambda table, tokens: table[tokens],
+      ...     lambda kernel, x, tokens: jnp.tanh(x @ kernel),
+      ...     lambda head, x, tokens: (((x @ head) ** 2).sum(), ()),
+      ... )
+      >>> stages, micro_batches = 2, 4
+      >>> def step(first, kernels, last, tokens):
+      ...     _, found = gradients(
+      ...         parts, Parts(first, kernels, last), tokens, schedule("1f1b", stages, micro_batches)
+      ...     )
+      ...     first, last = jax.lax.psum((found.first, found.last), "stage")
+      ...     return first, found.layers, last
+      >>> devices = jax.devices()[:stages]
+      >>> mesh = jax.make_mesh((stages,), ("stage",), (AxisType.Auto,), devices=devices)
+      >>> specs = P(), P("stage"), P()  # stage s has kernel s
+      >>> step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=specs)
+      >>> weights = jnp.ones((9, 3)), jnp.ones((stages, 3, 3)), jnp.ones((3, 1))
+      >>> [x.shape for x in jax.jit(step)(*weights, jnp.zeros((micro_batches, 5), jnp.int32))]
+      [(9, 3), (2, 3, 3), (3, 1)]
+
     References:
       GPipe: arXiv:1811.06965. 1F1B: arXiv:2006.09503. Interleaved: arXiv:2104.04473.
     """

@@ -175,9 +175,10 @@ def runs(model: DecoderConfig, config: StepConfig, pipeline: Schedule) -> tuple[
         or any(layers % of for layers in config.stage_layers)
         or sum(lengths) != groups
     ):
+        multiples = f"multiples of {of} from {of}" if of > 1 else "1 or more each"
         raise ValueError(
-            f"stage_layers {config.stage_layers} must be {count} numbers, each a multiple of {of} "
-            f"and at least {of}, that add up to {model.layers}"
+            f"stage_layers {config.stage_layers} must be {count} numbers, {multiples}, that add up "
+            f"to {model.layers}"
         )
     return lengths
 
@@ -198,10 +199,15 @@ def check_pipeline(model: DecoderConfig, config: StepConfig, stages: int) -> Non
         options = ("pipeline", "chunks", "delayed_sends", "stage_layers")
         if given := [name for name in options if getattr(config, name) != getattr(default, name)]:
             raise ValueError(
-                f"{', '.join(given)}: for a pipeline, and the mesh has one stage; make it longer, "
-                "say stage=2"
+                f"{', '.join(given)} is for a pipeline, and the mesh has no stages; give it some, "
+                "say stage=2, or leave it out"
             )
         return
+    if config.pipeline != "interleaved" and config.chunks != StepConfig.chunks:
+        raise ValueError(
+            f"chunks is {config.chunks}, and pipeline {config.pipeline!r} has one run of layers a "
+            "stage; choose interleaved, or leave chunks out"
+        )
     reasons = {
         "fsdp-prefetch": "a stage gathers its weights once a step",
         "buckets": "a stage's gradients are summed once a step",

@@ -248,7 +248,9 @@ def test_a_process_that_is_stuck_is_found_by_the_watchdog(start, tmp_path):
     run.kill(1, signal.SIGKILL)
     run.processes[1].communicate()
     line = one_line(err)
-    assert re.search(r"process 0 of 2 \(.*\) hangs: nothing finished for 3 s since step \d+", line)
+    assert re.search(
+        r"process 0 of 2 \(.*\) sees the run hang: nothing finished for 3 s since step \d+", line
+    )
     assert str(folder / "hang-0.txt") in line
     report = (folder / "hang-0.txt").read_text()
     sent = [int(n) for n in re.findall(r"process \d has sent off step (\d+)", report)]

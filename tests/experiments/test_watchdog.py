@@ -51,7 +51,8 @@ def test_marks_keep_it_quiet_and_a_wait_without_end_is_reported(tmp_path):
     status, out, err = run(tmp_path, "waits")
     assert (status, out) == (1, "")
     path = tmp_path / "hang-0.txt"
-    line = f"prog: this process hangs: nothing finished for 0.3 s since step 7, stacks in {path}\n"
+    seen = "prog: this process sees the run hang: nothing finished for 0.3 s since step 7"
+    line = f"{seen}, stacks in {path}\n"
     assert err == line
     report = path.read_text()
     assert "last finished here: step 7" in report
