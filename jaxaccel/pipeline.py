@@ -96,9 +96,8 @@ def gradients(
       ... )
       >>> stages, micro_batches = 2, 4
       >>> def step(first, kernels, last, tokens):
-      ...     _, found = gradients(
-      ...         parts, Parts(first, kernels, last), tokens, schedule("1f1b", stages, micro_batches)
-      ...     )
+      ...     weights, plan = Parts(first, kernels, last), schedule("1f1b", stages, micro_batches)
+      ...     _, found = gradients(parts, weights, tokens, plan)
       ...     first, last = jax.lax.psum((found.first, found.last), "stage")
       ...     return first, found.layers, last
       >>> devices = jax.devices()[:stages]

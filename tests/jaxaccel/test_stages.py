@@ -10,7 +10,9 @@ import pytest
 import steps
 from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
 
+from jaxaccel import step_config
 from jaxaccel.fp8 import DelayedState
+from jaxaccel.train_step import StepConfig
 
 FOUR = dataclasses.replace(PLAIN, layers=4)
 EIGHT = dataclasses.replace(PLAIN, layers=8)
@@ -78,3 +80,43 @@ def test_a_warm_start_finds_scales_in_the_pipeline():
         # The largest gradient of a layer is one element; with two bits behind the point (e5m2)
         # a flip moves what it is made of by up to a quarter.
         np.testing.assert_allclose(x.scale[:, 2], y.scale[:, 2], rtol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "message"),
+    [
+        (8, {}, "stage=8 with 1 run of layers each needs 8 layers, and the model has 4"),
+        (4, {"pipeline": "interleaved"}, "stage=4 with 2 runs of layers each needs 8 layers"),
+        (3, {}, "4 layers do not divide over stage=3, .* legal numbers of stages: 2, 4"),
+        (2, {"stage_layers": (1, 2)}, r"stage_layers \(1, 2\) must be 2 numbers, .* up to 4"),
+        (2, {"stage_layers": (4, 0)}, "1 or more each"),
+        (2, {"stage_layers": (4,)}, "must be 2 numbers"),
+        (2, {"chunks": 3}, "chunks is 3, and pipeline '1f1b' has one run"),
+        (2, {"pipeline": "interleaved", "chunks": 1}, "interleaved has 2 or more"),
+        (1, {"pipeline": "gpipe", "delayed_sends": True}, "pipeline, delayed_sends is for a pipe"),
+        *((2, {"overlap": name}, f"overlap '{name}' and a pipeline do not combine: ")
+          for name in step_config.OVERLAPS if name != "sequence"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(stages, options, message):
+    config = StepConfig(micro_batches=4, **options)
+    with pytest.raises(ValueError, match=message) as error:
+        step_config.check_pipeline(FOUR, config, stages)
+    assert "\n" not in str(error.value)
+
+
+def test_layers_that_repeat_in_groups_stay_together():
+    config = StepConfig(micro_batches=4, stage_layers=(2, 6))
+    model = dataclasses.replace(GROUPS, layers=8)
+    plan = step_config.schedule(config, 2)
+    assert step_config.runs(model, config, plan) == (1, 3)
+    with pytest.raises(ValueError, match="2 numbers, multiples of 2 from 2, that add up to 8"):
+        odd = dataclasses.replace(config, stage_layers=(3, 5))
+        step_config.check_pipeline(model, odd, 2)
+    assert step_config.runs(EIGHT, StepConfig(pipeline="interleaved", chunks=3), plan3()) == (
+        2, 2, 1, 1, 1, 1,
+    )  # fmt: skip
+
+
+def plan3():
+    return step_config.schedule(StepConfig(pipeline="interleaved", chunks=3), 2)
