@@ -94,7 +94,7 @@ def gradients(
       ...     lambda kernel, x, tokens: jnp.tanh(x @ kernel),
       ...     lambda head, x, tokens: (((x @ head) ** 2).sum(), ()),
       ... )
-      >>> stages, micro_batches = 2, 4
+      >>> stages, micro_batches = 1, 4  # as many stages as there are devices
       >>> def step(first, kernels, last, tokens):
       ...     weights, plan = Parts(first, kernels, last), schedule("1f1b", stages, micro_batches)
       ...     _, found = gradients(parts, weights, tokens, plan)
@@ -106,7 +106,7 @@ def gradients(
       >>> step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P()), out_specs=specs)
       >>> weights = jnp.ones((9, 3)), jnp.ones((stages, 3, 3)), jnp.ones((3, 1))
       >>> [x.shape for x in jax.jit(step)(*weights, jnp.zeros((micro_batches, 5), jnp.int32))]
-      [(9, 3), (2, 3, 3), (3, 1)]
+      [(9, 3), (1, 3, 3), (3, 1)]
 
     References:
       GPipe: arXiv:1811.06965. 1F1B: arXiv:2006.09503. Interleaved: arXiv:2104.04473.

@@ -110,13 +110,11 @@ def test_layers_that_repeat_in_groups_stay_together():
     model = dataclasses.replace(GROUPS, layers=8)
     plan = step_config.schedule(config, 2)
     assert step_config.runs(model, config, plan) == (1, 3)
+    odd = dataclasses.replace(config, stage_layers=(3, 5))
     with pytest.raises(ValueError, match="2 numbers, multiples of 2 from 2, that add up to 8"):
-        odd = dataclasses.replace(config, stage_layers=(3, 5))
         step_config.check_pipeline(model, odd, 2)
-    assert step_config.runs(EIGHT, StepConfig(pipeline="interleaved", chunks=3), plan3()) == (
-        2, 2, 1, 1, 1, 1,
-    )  # fmt: skip
 
 
-def plan3():
-    return step_config.schedule(StepConfig(pipeline="interleaved", chunks=3), 2)
+def test_layers_are_divided_as_evenly_as_can_be():
+    config = StepConfig(pipeline="interleaved", chunks=3)
+    assert step_config.runs(EIGHT, config, step_config.schedule(config, 2)) == (2, 2, 1, 1, 1, 1)
