@@ -244,15 +244,22 @@ class Link:
             self._results[name] = values
             self._changed.notify_all()
 
+    def _heard(self, ending: Ending) -> bool:
+        """Whether this is the first cause that is heard of here."""
+        with self._changed:
+            first = self._ending is None
+            if first:
+                self._ending = ending
+                self._changed.notify_all()
+        return first
+
     def _decide(self, ending: Ending) -> None:
         """On process 0: the first cause is everyone's."""
-        with self._changed:
-            if self._ending is not None:
-                return
-            self._ending = ending
-            self._changed.notify_all()
-        # Apart: this may be the thread that hears the others hang up.
-        threading.Thread(target=self._spread, args=(ending,), name="link-end", daemon=True).start()
+        if self._heard(ending):  # apart: this may be the thread that hears the others hang up
+            thread = threading.Thread(
+                target=self._spread, args=(ending,), name="link-end", daemon=True
+            )
+            thread.start()
 
     def _spread(self, ending: Ending) -> None:
         for peer in self._peers:
@@ -264,12 +271,8 @@ class Link:
         self._on_end(ending)
 
     def _finish(self, ending: Ending) -> None:
-        with self._changed:
-            if self._ending is not None:
-                return
-            self._ending = ending
-            self._changed.notify_all()
-        self._on_end(ending)
+        if self._heard(ending):
+            self._on_end(ending)
 
     def _send(self, peer: int, message: dict[str, Any]) -> None:
         line = (json.dumps(message) + "\n").encode()
