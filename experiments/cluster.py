@@ -13,30 +13,36 @@ one line that says which and why, on stderr and in `stopped-PROCESS.txt` of the 
 
 import contextlib
 import ctypes
+import dataclasses
+import hashlib
 import importlib.util
 import json
 import logging
 import os
+import platform
 import re
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from experiments import metrics
 from experiments.config import TrainConfig
 from experiments.errors import UserError
-from experiments.group import Group, facts
+from experiments.group import Group
 from experiments.link import Hub, Link, LinkError, reach
 
 # JAX's own, in seconds: above the link's, which says more than an abort. JAX also aborts a
 # process whose coordinator, process 0, is gone; usually the link is sooner.
 _JAX_HEARTBEAT, _JAX_SHUTDOWN = 100, 60
+_OWN = ("process", "coordinator", "data.tokenizer")  # options that processes need not share
 
 
 @contextlib.contextmanager
@@ -65,6 +71,36 @@ def join(
         group.close()
     except BaseException as error:
         group.abandon(error, explain)
+
+
+def facts(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same on all processes of a run: options, versions, source code."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, node: dict[str, Any]) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{key}.", value)
+            elif prefix + key not in _OWN:
+                flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+
+    walk("", dataclasses.asdict(config))
+    flat |= {f"version of {name}": version for name, version in metrics.versions().items()}
+    flat["version of python"] = platform.python_version()
+    flat["source code"] = source_digest(Path(__file__).parents[1])
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flat["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith("--xla_dump"))
+    return flat
+
+
+def source_digest(root: Path) -> str:
+    """Of every Python file of the three packages."""
+    digest = hashlib.sha256()
+    for package in ("experiments", "jaxaccel", "pallas_kernels"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def many(config: TrainConfig, environ: Mapping[str, str] = os.environ) -> bool:

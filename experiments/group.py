@@ -1,10 +1,8 @@
 """The processes of one run, as the program sees them: what they agree on, and how they end."""
 
 import contextlib
-import dataclasses
 import hashlib
 import os
-import platform
 import socket
 import sys
 import threading
@@ -13,13 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments import metrics
-from experiments.config import TrainConfig
 from experiments.errors import RunStopped, UserError
 from experiments.link import Ending, Link
 
 _CAUSE = 3.0  # an error may be the echo of a death: so long the death has to become known
-_OWN = ("process", "coordinator", "data.tokenizer")  # options that processes need not share
 
 
 class DifferError(UserError):
@@ -171,36 +166,6 @@ class Group:
             self._link.end(f"stopped: {known[0]}", status=known[1])
         threading.Event().wait(2 * _CAUSE)  # the link ends this process
         os._exit(1)
-
-
-def facts(config: TrainConfig) -> dict[str, Any]:
-    """What must be the same on all processes of a run: options, versions, source code."""
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, node: dict[str, Any]) -> None:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                walk(f"{prefix}{key}.", value)
-            elif prefix + key not in _OWN:
-                flat[prefix + key] = list(value) if isinstance(value, tuple) else value
-
-    walk("", dataclasses.asdict(config))
-    flat |= {f"version of {name}": version for name, version in metrics.versions().items()}
-    flat["version of python"] = platform.python_version()
-    flat["source code"] = source_digest(Path(__file__).parents[1])
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    flat["XLA_FLAGS"] = " ".join(flag for flag in flags if not flag.startswith("--xla_dump"))
-    return flat
-
-
-def source_digest(root: Path) -> str:
-    """Of every Python file of the three packages."""
-    digest = hashlib.sha256()
-    for package in ("experiments", "jaxaccel", "pallas_kernels"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def differences(every: list[dict[str, Any]], most: int = 6) -> str:

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from experiments import cluster, configs, link
+from experiments.cluster import facts, source_digest
 from experiments.errors import UserError
-from experiments.group import DifferError, Group, differences, facts, source_digest
+from experiments.group import DifferError, Group, differences
 from experiments.link import Ending, Hub, Link, LinkError, reach
 from experiments.rows import OwnRows
 
