@@ -9,6 +9,7 @@ import pytest
 
 from jaxaccel import hlo, sharding, train_step
 from jaxaccel.nn import DecoderConfig
+from jaxaccel.schedules import schedule
 from jaxaccel.train_step import StepConfig
 from jaxaccel.windows import Window, windows
 from pallas_kernels import target
@@ -29,11 +30,11 @@ class Program(NamedTuple):
 
 
 @functools.cache
-def compiled(pipeline: str, micro_batches: int, mesh: str = "stage=4,fsdp=2", **options) -> Program:
-    sizes = sharding.parse_mesh(mesh, 8)
+def compiled(pipeline: str, micro_batches: int, *, delayed_sends: bool = False) -> Program:
+    sizes = sharding.parse_mesh("stage=4,fsdp=2", 8)
     config = StepConfig(
         precision="bfloat16", attention="xla", remat="full", clip_norm=math.inf,
-        pipeline=pipeline, micro_batches=micro_batches, **options,
+        pipeline=pipeline, micro_batches=micro_batches, delayed_sends=delayed_sends,
     )  # fmt: skip
     made = train_step.make_train_step(MODEL, optax.sgd(1.0), config, X8.mesh(sizes))
     rows = micro_batches * sizes["data"] * sizes["fsdp"]
@@ -44,30 +45,29 @@ def compiled(pipeline: str, micro_batches: int, mesh: str = "stage=4,fsdp=2", **
 
 
 def test_1f1b_keeps_what_its_stages_need_and_gpipe_every_micro_batch():
-    few, many = compiled("1f1b", 8), compiled("1f1b", 64)
+    few, many = compiled("1f1b", 8, delayed_sends=False), compiled("1f1b", 64)
     assert abs(many.temporaries / few.temporaries - 1) < 0.02
-    grown = compiled("gpipe", 64).temporaries - compiled("gpipe", 8).temporaries
-    # The inputs of a stage's two layers, and the gradient that the last one has at once.
-    assert grown > 56 * 2 * ACTIVATIONS
+    # The inputs of a stage's two layers: of 64 micro-batches instead of seven.
+    more = compiled("gpipe", 64).temporaries - many.temporaries
+    assert more > (64 - 7) * 2 * ACTIVATIONS
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_both_transfers_of_a_tick_have_matmuls_beside_them(delayed):
-    found = compiled("1f1b", 8, delayed_sends=delayed).windows
-    ticks = 8 + 2 * 3 * (2 if delayed else 1)
+@pytest.mark.parametrize(("kind", "delayed"), [("1f1b", False), ("interleaved", True)])
+def test_both_transfers_of_a_tick_have_matmuls_beside_them(kind, delayed):
+    found = compiled(kind, 8, delayed_sends=delayed).windows
+    chunks = 2 if kind == "interleaved" else 1
+    ticks = len(schedule(kind, 4, 8, chunks=chunks, delayed=delayed).ticks.forward)
     sent = [w for w in found if w.kind == "collective-permute"]
     assert [(w.bytes, w.count, w.synchronous) for w in sent] == [(ACTIVATIONS, ticks, False)] * 2
     assert all(w.matmuls for w in sent)
 
 
 def test_nothing_else_travels_while_stages_run():
-    for w in compiled("1f1b", 8).windows:
+    for w in compiled("1f1b", 8, delayed_sends=False).windows:
         assert w.count == 1 or w.kind == "collective-permute", w
 
 
 def test_interleaved_layers_travel_once_a_step():
-    found = compiled("interleaved", 8).windows
+    found = compiled("interleaved", 8, delayed_sends=True).windows
     moved = [w for w in found if w.kind == "all-to-all"]
     assert moved and all(w.count == 1 for w in moved)
-    sent = [w for w in found if w.kind == "collective-permute"]
-    assert len(sent) == 2 and all(w.matmuls and not w.synchronous for w in sent)
