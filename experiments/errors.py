@@ -13,9 +13,13 @@ class RunStopped(Exception):
 
 
 @contextlib.contextmanager
-def user_errors() -> Generator[None]:
-    """Turns a library's `ValueError` about what the user chose into a `UserError`."""
+def user_errors(where: str = "") -> Generator[None]:
+    """Turns a library's `ValueError` about what the user chose into a `UserError`.
+
+    Args:
+      where: what to put before the message.
+    """
     try:
         yield
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{where}{error}") from error

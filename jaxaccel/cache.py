@@ -148,7 +148,7 @@ def attend(
     keys, values = (_loaded(jax.tree.map(lambda x: x[stack], x), q.dtype) for x in held)
     window = None if layer.window is None else (layer.window - 1, None)
     mask = Mask(causal=True, window=window, offset=at.offsets)
-    return layer.finish(x_BTD, layer.attention(q, keys, values, mask=mask)), held
+    return layer.finish(x_BTD, layer.mix(q, keys, values, mask)), held
 
 
 def _stored(like: PyTree[Array], x_BTKC: Array) -> PyTree[Array]:
@@ -213,7 +213,7 @@ def forward(
 
 
 def logits(decoder: Decoder, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-    """The head applied to hidden states; accumulated and returned in float32.
+    """The head applied to hidden states, and the model's cap; in float32 throughout.
 
     Args:
       decoder: for its output head.
@@ -223,4 +223,6 @@ def logits(decoder: Decoder, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V
       Logits.
     """
     head_VD = decoder.head_VD.astype(hidden.dtype)
-    return jnp.einsum("...d,vd->...v", hidden, head_VD, preferred_element_type=jnp.float32)
+    found = jnp.einsum("...d,vd->...v", hidden, head_VD, preferred_element_type=jnp.float32)
+    cap = decoder.config.logits_soft_cap
+    return found if cap is None else cap * jnp.tanh(found / cap)

@@ -56,6 +56,18 @@ class DecoderConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
+    zero_centered_norm: bool = False
+    """A norm multiplies by 1 + its scale (arXiv:2403.08295); norms of queries and keys too."""
+    post_norms: bool = False
+    """What a block adds to the stream is normed first (arXiv:2408.00118, section 2)."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it; heads that predict further ahead read them so too."""
+    attention_scale: float | None = None
+    """Of queries times keys; None: head_size ** -0.5."""
+    attention_soft_cap: float | None = None
+    """Bound on attention's logits, by tanh; None: none."""
+    logits_soft_cap: float | None = None
+    """Bound on the output head's logits, likewise."""
 
     def __post_init__(self):
         for field in ("vocab_size", "layers", "width", "heads", "head_size", "mlp_width"):
@@ -78,10 +90,23 @@ class DecoderConfig:
             )
         if any(window is not None and window < 1 for window in self.windows):
             raise ValueError(f"windows are {self.windows}; each must be at least 1, or None")
+        for field in (
+            "embedding_scale", "attention_scale", "attention_soft_cap", "logits_soft_cap"
+        ):  # fmt: skip
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                none = "" if field == "embedding_scale" else ", or None"
+                raise ValueError(f"{field} is {value}; it must be positive and finite{none}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"unknown activation {self.activation!r}; known: {', '.join(ACTIVATIONS)}"
             )
+
+    @property
+    def attention_options(self) -> dict[str, float]:
+        """What attention is told beside the mask; empty where it would do so anyway."""
+        options = {"scale": self.attention_scale, "logits_soft_cap": self.attention_soft_cap}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True)

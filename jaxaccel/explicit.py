@@ -195,7 +195,12 @@ def make_gradients(
         places = {f"{key}_BT": batch[key] for key in ("segments", "positions")}
         hidden = split.enter(decoder.ahead(batch["tokens"], **places), dim=2)
         return losses.ahead_cross_entropy(
-            hidden, head[0].get_value(), batch["labels"], z_loss=config.z_loss, axis_name=TENSOR
+            hidden,
+            head[0].get_value(),
+            batch["labels"],
+            z_loss=config.z_loss,
+            soft_cap=model.logits_soft_cap,
+            axis_name=TENSOR,
         )
 
     def gradient(last, params, totals, fp8_state, weights, batch):
@@ -243,17 +248,16 @@ def _attention(config: StepConfig, mesh: Mesh) -> Callable:
     """Attention of this device's queries and heads, over the keys of the whole row."""
     implementation = None if config.attention == "auto" else config.attention
 
-    def plain(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
-        return attention(q, k, v, mask=mask, implementation=implementation)
+    plain = functools.partial(attention, implementation=implementation)
+    ring = functools.partial(
+        overlap.ring_attention, axis_name="sequence", implementation=implementation
+    )
 
-    def ring(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
-        return overlap.ring_attention(q, k, v, "sequence", mask=mask, implementation=implementation)
-
-    def gathered(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+    def gathered(q: Array, k: Array, v: Array, *, mask: Mask, **options: float) -> Array:
         everyone = lambda x: jax.lax.all_gather(x, "sequence", axis=1, tiled=True)
         place = jax.lax.axis_index("sequence") * q.shape[1]  # the first query's, among all keys
         mask = dataclasses.replace(mask, k_segments=everyone(mask.k_segments), offset=place)
-        return plain(q, everyone(k), everyone(v), mask=mask)
+        return plain(q, everyone(k), everyone(v), mask=mask, **options)
 
     if "ring-attention" in config.techniques:
         return ring

@@ -103,12 +103,21 @@ def linears(tree: Any) -> list[Linear]:
 
 
 class Norm(nnx.Module):
-    """Root-mean-square norm with a learned scale."""
+    """Root-mean-square norm with a learned scale; zero-centred, the scale is what exceeds 1."""
 
-    def __init__(self, size: int, axis: str | None, *, stack: int | None, epsilon: float, norm):
+    def __init__(
+        self,
+        size: int,
+        axis: str | None,
+        config: DecoderConfig,
+        *,
+        stack: int | None,
+        norm: Callable,
+    ):
         lead, axes = ((), ()) if stack is None else ((stack,), ("layers",))
-        self.scale = nnx.Param(jnp.ones((*lead, size)), axes=(*axes, axis))
-        self.epsilon, self.norm = epsilon, norm
+        self.offset = 1.0 if config.zero_centered_norm else 0.0
+        self.scale = nnx.Param(jnp.full((*lead, size), 1 - self.offset), axes=(*axes, axis))
+        self.epsilon, self.norm = config.norm_epsilon, norm
 
     def __call__(self, x: Array, *, residual: Array | None = None, readers: tuple = ()) -> Any:
         """The normalised `x`; with a residual, the sum of both, normalised too.
@@ -118,9 +127,8 @@ class Norm(nnx.Module):
           residual: added to `x` first.
           readers: all `Linear`s that read the result.
         """
-        return self.norm(
-            x, self.scale[...], self.epsilon, residual=residual, state=_shared_state(readers)
-        )
+        scale = self.scale[...] + self.offset if self.offset else self.scale[...]
+        return self.norm(x, scale, self.epsilon, residual=residual, state=_shared_state(readers))
 
 
 def _shared_state(readers: tuple[Linear, ...]) -> Any:
@@ -209,8 +217,9 @@ class Layer(nnx.Module):
             )
 
         def make_norm(size, axis):
-            return Norm(size, axis, stack=stack, epsilon=c.norm_epsilon, norm=between.norm)
+            return Norm(size, axis, c, stack=stack, norm=between.norm)
 
+        post_norm = lambda: make_norm(c.width, "embed") if c.post_norms else None
         self.attention_norm = make_norm(c.width, "embed")
         self.query = linear("query", ("embed", "heads"), bias=c.qkv_bias)
         self.key = linear("key", ("embed", "kv_heads"), bias=c.qkv_bias)
@@ -218,10 +227,12 @@ class Layer(nnx.Module):
         self.query_norm = make_norm(c.head_size, None) if c.qk_norm else None
         self.key_norm = make_norm(c.head_size, None) if c.qk_norm else None
         self.attention_output = linear("attention_output", ("heads", "embed"), scale=out_scale)
+        self.post_attention_norm = post_norm()
         self.mlp_norm = make_norm(c.width, "embed")
         self.gate = linear("gate", ("embed", "mlp"))
         self.up = linear("up", ("embed", "mlp"))
         self.down = linear("down", ("mlp", "embed"), scale=out_scale)
+        self.post_mlp_norm = post_norm()
         self.config, self.window, self.attention = c, window, attention
         self.glu, self.joint = between.glu or gated(c.activation), joint
 
@@ -247,7 +258,8 @@ class Layer(nnx.Module):
     def project(self, context_BTHC: Array) -> Array:
         """What attention adds to the stream."""
         context = context_BTHC.reshape(*context_BTHC.shape[:2], -1)
-        return self.joint.leave(context, self.attention_output, names.ATTENTION_OUTPUT)
+        found = self.joint.leave(context, self.attention_output, names.ATTENTION_OUTPUT)
+        return found if self.post_attention_norm is None else self.post_attention_norm(found)
 
     def attend(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
         """The first block: what attention adds to `x_BTD`."""
@@ -256,7 +268,11 @@ class Layer(nnx.Module):
         mask = attention_op.Mask(
             causal=True, window=window, q_segments=segments_BT, k_segments=segments_BT
         )
-        return self.project(self.attention(q, k, v, mask=mask))
+        return self.project(self.mix(q, k, v, mask))
+
+    def mix(self, q: Array, k: Array, v: Array, mask: attention_op.Mask) -> Array:
+        """Attention itself, [B, T, H, C], with the model's own scale and cap."""
+        return self.attention(q, k, v, mask=mask, **self.config.attention_options)
 
     def mlp(self, x_BTD: Array, found_BTD: Array) -> tuple[Array, Array]:
         """The second block: the stream with what attention found, and what the MLP adds to it."""
@@ -265,7 +281,8 @@ class Layer(nnx.Module):
         gate, up = self.joint.enter(y, (self.gate, self.up))
         gate, up = names.tag(gate, names.MLP_GATE), names.tag(up, names.MLP_UP)
         y = names.tag(self.glu(gate, up, state=_shared_state((self.down,))), names.MLP_ACTIVATION)
-        return x_BTD, self.joint.leave(y, self.down, names.MLP_OUTPUT)
+        found = self.joint.leave(y, self.down, names.MLP_OUTPUT)
+        return x_BTD, found if self.post_mlp_norm is None else self.post_mlp_norm(found)
 
     def __call__(self, x_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None) -> Array:
         x_BTD, answer_BTD = self.mlp(x_BTD, self.attend(x_BTD, rope, segments_BT))

@@ -51,9 +51,9 @@ class Join(nnx.Module):
         dot_general: Callable | Mapping[str, Callable],
         between: Between,
     ):
-        norm = {"stack": mtp.depth, "epsilon": config.norm_epsilon, "norm": between.norm}
-        self.embedding_norm = Norm(config.width, "embed", **norm)
-        self.hidden_norm = Norm(config.width, "embed", **norm)
+        norm = {"stack": mtp.depth, "norm": between.norm}
+        self.embedding_norm = Norm(config.width, "embed", config, **norm)
+        self.hidden_norm = Norm(config.width, "embed", config, **norm)
         shape = linear_shapes(config, mtp)[PROJECTION]
         per_name = isinstance(dot_general, Mapping)
         self.projection = Linear(
@@ -106,8 +106,7 @@ class Heads(nnx.Module):
         self.layer = Layer(
             c, c.windows[-1], stack=mtp.depth, attention=attention, joint=joint, **parts
         )
-        norm = between.norm
-        self.norm = Norm(c.width, "embed", stack=mtp.depth, epsilon=c.norm_epsilon, norm=norm)
+        self.norm = Norm(c.width, "embed", c, stack=mtp.depth, norm=between.norm)
         self.mtp = mtp
         for parameter in jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, nnx.Param)):
             if isinstance(parameter, nnx.Param):  # a stack of heads lies whole on each device

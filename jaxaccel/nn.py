@@ -1,4 +1,4 @@
-"""A Llama-family decoder in Flax NNX: the released Llama, Mistral and Qwen architecture.
+"""A Llama-family decoder in Flax NNX: the released Llama, Mistral, Qwen and Gemma 2.
 
 The model knows no technique. What a technique replaces is an argument with a plain
 default: the matmul (`dot_general`), the attention, norm and activation, the loop over layers
@@ -187,8 +187,7 @@ class Decoder(nnx.Module):
             )
             for window in c.windows
         )
-        norm = between.norm
-        self.final_norm = Norm(c.width, "embed", stack=None, epsilon=c.norm_epsilon, norm=norm)
+        self.final_norm = Norm(c.width, "embed", c, stack=None, norm=between.norm)
         self.heads = Heads(c, mtp, rngs=rngs, **parts) if mtp.depth else None
         self.config, self.dtype, self.scan = c, dtype, scan
         self.lookup, self.constrain = placement.lookup, placement.constrain
@@ -201,6 +200,8 @@ class Decoder(nnx.Module):
     def embed(self, tokens_BT: Array) -> Array:
         """Looks tokens up: [B, T] -> [B, T, D] in the compute dtype."""
         x = self.lookup(self.embedding[...], tokens_BT).astype(self.dtype)
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         return self.constrain(x, ("batch", "sequence", None))
 
     def rope(self, positions_BT: Array) -> tuple[Array, Array]:

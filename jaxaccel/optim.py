@@ -5,8 +5,10 @@ two modes stand in `jaxaccel.optim_8bit`.
 """
 
 import dataclasses
+import difflib
+import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -37,6 +39,7 @@ __all__ = [
     "schedule",
     "sgd_8bit",
     "trace_8bit",
+    "trainable",
 ]
 
 LearningRate = float | jax.Array | Callable[[Any], Any]
@@ -135,6 +138,39 @@ def decays(params: PyTree) -> PyTree[bool]:
     """
     matrices = ("kernel", "embedding", "head")
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in matrices, params)
+
+
+def trainable(params: PyTree, frozen: Sequence[str]) -> PyTree[bool]:
+    """Which parameters are trained: all but those whose names a pattern matches.
+
+    A name is the path, as in `layers.0.query.kernel`; `*` and `?` match dots too, so that
+    `layers.*` is every layer.
+
+    Args:
+      params: nested dicts, abstract or not.
+      frozen: shell patterns.
+
+    Returns:
+      A tree like `params` of booleans, an optax mask.
+
+    Raises:
+      ValueError: a pattern matches no parameter, or nothing is left to train.
+
+    Example:
+      >>> trainable({"query": {"kernel": 1.0, "bias": 2.0}, "embedding": 3.0}, ["query.*"])
+      {'embedding': True, 'query': {'bias': False, 'kernel': False}}
+    """
+    named = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    names = [named(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for pattern in frozen:
+        if not fnmatch.filter(names, pattern):
+            near = ", ".join(difflib.get_close_matches(pattern, names, 3, 0.0))
+            raise ValueError(f"pattern {pattern!r} matches no parameter; nearest are {near}")
+    kept = lambda path, _: not any(fnmatch.fnmatchcase(named(path), p) for p in frozen)
+    mask = jax.tree_util.tree_map_with_path(kept, params)
+    if not any(jax.tree.leaves(mask)):
+        raise ValueError(f"patterns {', '.join(frozen)} match every parameter: none is trained")
+    return mask
 
 
 def make(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -239,8 +239,8 @@ def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Calla
     Left to XLA's partitioner, a Pallas kernel is a black box whose operands it would gather.
 
     Args:
-      attention: `(q [B, T, H, D], k, v [B, T, K, D], mask=) -> [B, T, H, D]`, with a mask of
-        `pallas_kernels.attention` that has no offset of its own.
+      attention: `(q [B, T, H, D], k, v [B, T, K, D], mask=, **options) -> [B, T, H, D]`, with a
+        mask of `pallas_kernels.attention` that has no offset of its own.
       mesh: with every axis of `AXES`. Along `sequence` keys and values are gathered.
       kv_heads: K. If it does not divide by `tensor`, the partitioner has to do.
 
@@ -251,13 +251,13 @@ def attention_on_shards(attention: Callable, mesh: Mesh, kv_heads: int) -> Calla
         return attention
     queries, keys = spec(("batch", "sequence", "heads", None)), spec(("batch", None, "heads", None))
 
-    def attend(q: Array, k: Array, v: Array, *, mask: Mask) -> Array:
+    def attend(q: Array, k: Array, v: Array, *, mask: Mask, **options: float) -> Array:
         def here(q, k, v, q_segments, k_segments):
             here = dataclasses.replace(mask, q_segments=q_segments, k_segments=k_segments)
             if mesh.shape["sequence"] > 1:  # the first query's place among all keys
                 place = jax.lax.axis_index("sequence") * q.shape[1]
                 here = dataclasses.replace(here, offset=place)
-            return attention(q, k, v, mask=here)
+            return attention(q, k, v, mask=here, **options)
 
         specs = queries, keys, keys, spec(("batch", "sequence")), spec(("batch",))
         run = jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=queries)

@@ -210,8 +210,10 @@ class Stages:
 
     def first(self, embedding: PyTree, micro_batch: Mapping[str, Array]) -> Array:
         """Embedded tokens."""
-        words = explicit.words(embedding.get_value(), micro_batch["tokens"])
-        return self.split.leave(words)
+        decoder = nnx.merge(self.graph, *self.shapes)
+        decoder.embedding = embedding
+        decoder.lookup = lambda table, tokens: self.split.leave(explicit.words(table, tokens))
+        return decoder.embed(micro_batch["tokens"])
 
     def layers(self, weights: PyTree, x: Array, micro_batch: Mapping[str, Array]) -> Array:
         """What a run of layers makes of the stream."""
@@ -235,6 +237,7 @@ class Stages:
             weights["head"].get_value(),
             micro_batch["labels"],
             z_loss=self.config.z_loss,
+            soft_cap=decoder.config.logits_soft_cap,
             axis_name=TENSOR,
         )
 

@@ -51,6 +51,7 @@ class StepConfig:
     fp8_scaling: Scaling = Scaling()
     mtp: MtpConfig = MtpConfig()
     overlap: str = "none"  # or names of `OVERLAPS`, comma-separated
+    freeze: tuple[str, ...] = ()  # patterns of parameters that stay; see `optim.trainable`
     zero: Literal[0, 1] = 0  # 1: optimizer state is cut over the mesh's `data` as well
     bucket_mib: float = 30.0  # of `buckets`: gradients of a layer are joined up to this size
     pipeline: schedules.Kind = "1f1b"  # of a mesh with stages; see `schedules`
@@ -101,7 +102,8 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
 
     Raises:
       ValueError: a technique whose axes have one device, heads that do not divide, windows in a
-        ring, heads that predict ahead from positions on another device.
+        ring, norms behind a block that Domino halves, heads that predict ahead from positions on
+        another device.
     """
     for name in sorted(config.techniques):
         if all(sizes[axis] == 1 for axis in OVERLAPS[name]):
@@ -120,6 +122,11 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
         raise ValueError(
             f"overlap 'ring-attention' has no sliding windows, and the model has {model.windows}; "
             "leave it out: keys and values are then gathered"
+        )
+    if "domino" in config.techniques and model.post_norms:
+        raise ValueError(
+            "overlap 'domino' and a model with post_norms do not combine: a block's sum over "
+            "devices would have to be there before its norm; leave domino out"
         )
     if "domino" in config.techniques and config.fp8 == "current":
         raise ValueError(
@@ -299,9 +306,12 @@ def between(model: DecoderConfig, config: StepConfig, mesh: Mesh | None) -> tupl
     return plain, casting
 
 
-def loss_on_shards(z_loss: float, mesh: Mesh) -> Callable[..., losses.LossSums]:
+def loss_on_shards(
+    model: DecoderConfig, config: StepConfig, mesh: Mesh
+) -> Callable[..., losses.LossSums]:
     """`losses.ahead_cross_entropy` of each device's rows and words, summed over the mesh."""
-    loss = functools.partial(losses.ahead_cross_entropy, z_loss=z_loss)
+    options = {"z_loss": config.z_loss, "soft_cap": model.logits_soft_cap}
+    loss = functools.partial(losses.ahead_cross_entropy, **options)
     if mesh.size == 1:
         return loss
     words = "tensor" if mesh.shape["tensor"] > 1 else None

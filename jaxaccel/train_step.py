@@ -22,6 +22,7 @@ from jaxaccel import (
     fp8,
     losses,
     nn,
+    optim,
     overlap,
     precision,
     remat,
@@ -71,7 +72,9 @@ class StepMetrics(NamedTuple):
 class TrainStep(NamedTuple):
     """What `make_train_step` makes; every function is jitted once."""
 
-    init: Callable[[Array], TrainState]  # from a PRNG key
+    # (key, parameters = {}) -> state: drawn from a PRNG key but for the parameters given, whole
+    # entries of the nested dict, which are donated.
+    init: Callable[..., TrainState]
     step: jax.stages.Wrapped  # (state, batch) -> (state, StepMetrics); donates the state
     warm_up: jax.stages.Wrapped  # (state, batch) -> state with FP8 scales; donates the state
     evaluate: Callable[[PyTree, Batch], losses.LossSums]  # from params; never in FP8
@@ -192,11 +195,16 @@ def make_train_step(
     whole = sharding.replicated(mesh)
     rows = sharding.batch_sharding(mesh)
 
-    def init(key: Array) -> TrainState:
+    # Parameters that stay have no gradient, no part in the norm and no optimizer state.
+    trained = optim.trainable(abstract_params, config.freeze)
+    if config.freeze:
+        optimizer = optax.masked(optimizer, trained)
+
+    def init(key: Array, given: PyTree = {}) -> TrainState:  # noqa: B006 (never changed)
         params_key, key = jax.random.split(key)
         decoder = build(rngs=nnx.Rngs(params=params_key))
         _, params, matmul_state = nnx.split(decoder, nnx.Param, nn.NextValue)
-        params = nnx.to_pure_dict(params)
+        params = nnx.to_pure_dict(params) | given
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -211,7 +219,7 @@ def make_train_step(
     # 3. The loss, a sum over tokens for each prediction: the next token's, and those of the
     #    heads that predict further ahead. Dividing by a count is left to whoever knows the count
     #    of the whole batch.
-    cross_entropy = step_config.loss_on_shards(config.z_loss, mesh)
+    cross_entropy = step_config.loss_on_shards(model, config, mesh)
     inputs = lambda batch: {f"{key}_BT": batch[key] for key in ("segments", "positions")}
 
     def look_ahead(batch: Batch) -> Batch:  # labels of every prediction
@@ -284,6 +292,7 @@ def make_train_step(
         batch = look_ahead(batch)
         tokens, counts = count_tokens(batch)
         (nll, grads), fp8_state = gradients(take, state, batch, counts)
+        grads = jax.tree.map(lambda g, t: g if t else jnp.zeros_like(g), grads, trained)
         mean = nll / counts
         scale = state.loss_scale.scale
 
@@ -336,7 +345,7 @@ def make_train_step(
     )
     place = lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where)
     return TrainStep(
-        init=jax.jit(init, out_shardings=state_sharding),
+        init=jax.jit(init, out_shardings=state_sharding, donate_argnums=1),
         step=jax.jit(
             step,
             donate_argnums=0,

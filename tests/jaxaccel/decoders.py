@@ -19,8 +19,12 @@ CONFIGS = {
     "window": dataclasses.replace(BASE, windows=(5,)),
     "window_of_one": dataclasses.replace(BASE, windows=(1,)),
     "grouped_windows": dataclasses.replace(BASE, windows=(3, None)),
+    "gemma": dataclasses.replace(
+        BASE, windows=(None, 4), zero_centered_norm=True, post_norms=True, embedding_scale=5.0,
+        attention_scale=0.4, attention_soft_cap=1.5, logits_soft_cap=2.0, tied_head=True,
+    ),
     "qwen": dataclasses.replace(BASE, qk_norm=True, qkv_bias=True, windows=(None, 7)),
-}
+}  # fmt: skip
 
 
 NO_HEADS = MtpConfig()

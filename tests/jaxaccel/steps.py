@@ -21,9 +21,12 @@ PLAIN = DecoderConfig(
     vocab_size=36, layers=3, width=24, heads=8, kv_heads=4, head_size=6, mlp_width=36,
     qkv_bias=True, rope_theta=100.0,
 )  # fmt: skip
-GROUPS = dataclasses.replace(
-    PLAIN, layers=4, windows=(7, None), tied_head=True, qk_norm=True, qkv_bias=False
-)
+# All that Gemma adds; caps at magnitudes that logits reach.
+GEMMA = dataclasses.replace(
+    PLAIN, zero_centered_norm=True, post_norms=True, embedding_scale=2.0, attention_scale=0.05,
+    attention_soft_cap=2.0, logits_soft_cap=3.0, tied_head=True, activation="gelu_tanh",
+)  # fmt: skip
+GROUPS = dataclasses.replace(GEMMA, layers=4, windows=(7, None), qk_norm=True, qkv_bias=False)
 EIGHT_BITS = dataclasses.replace(PLAIN, width=32, head_size=8, mlp_width=48)
 SEQUENTIAL, PARALLEL = MtpConfig(1, "sequential"), MtpConfig(1, "parallel")
 

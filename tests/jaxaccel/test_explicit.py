@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import steps
-from steps import CURRENT, DELAYED, EIGHT_BITS, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
+from steps import CURRENT, DELAYED, EIGHT_BITS, GEMMA, GROUPS, PARALLEL, PLAIN, SEQUENTIAL, Case
 
 from jaxaccel import overlap, step_config
 from jaxaccel.fp8 import DelayedState
@@ -17,9 +17,9 @@ CASES = [
     Case("fsdp=8", "fsdp-prefetch", "none", 3),
     Case("data=8", "buckets", "full", 3),
     Case("data=2,tensor=4", "domino", "selective", 3),
-    Case("fsdp=2,tensor=4", "sequence", "full"),
+    Case("fsdp=2,tensor=4", "sequence", "full", 1, GEMMA),
     Case("data=2,tensor=4", "collective-matmul", "none"),
-    Case("fsdp=2,sequence=4", "ring-attention", "selective", 2),
+    Case("fsdp=2,sequence=4", "ring-attention", "selective", 2, GEMMA),
     Case("data=2,sequence=2,tensor=2", EVERYTHING, "selective"),
     Case("data=2,fsdp=4", "fsdp-prefetch,buckets", "full", 3, GROUPS, (("mtp", SEQUENTIAL),)),
     Case(

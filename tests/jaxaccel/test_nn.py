@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxaccel import names, sharding
+from jaxaccel import cache, names, sharding
 from jaxaccel.nn import (
     Between,
     Decoder,
@@ -40,6 +40,19 @@ CASES = {
     "qwen3": dataclasses.replace(BASE, qk_norm=True, rope_theta=1e6, kv_heads=1),
     "alternating": dataclasses.replace(
         BASE, windows=(2, None), layers=6, activation="gelu_tanh", kv_heads=6
+    ),
+    "gemma-2": dataclasses.replace(
+        BASE,
+        windows=(3, None),
+        activation="gelu_tanh",
+        tied_head=True,
+        zero_centered_norm=True,
+        post_norms=True,
+        embedding_scale=20**0.5,
+        attention_scale=0.2,
+        attention_soft_cap=2.0,
+        logits_soft_cap=3.0,
+        qk_norm=True,
     ),
     "gelu": dataclasses.replace(BASE, activation="gelu", layers=1),
     "relu": dataclasses.replace(BASE, activation="relu", layers=1),
@@ -70,8 +83,13 @@ def np_frequencies(config):
     return np.array(out)
 
 
-def np_norm(x, scale, epsilon):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
+def np_norm(c, x, p):
+    scale = p["scale"] + c.zero_centered_norm
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm_epsilon) * scale
+
+
+def np_capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def np_rotate(x, positions, frequencies):
@@ -98,12 +116,12 @@ def np_decoder(config, params, tokens, segments=None, positions=None):
     segments = np.ones(length, int) if segments is None else segments
     positions = np.arange(length) if positions is None else positions
     frequencies = np_frequencies(c)
-    x = params["embedding"][tokens]
+    x = params["embedding"][tokens] * c.embedding_scale
     for index in range(c.layers):
         member, repeat = index % len(c.windows), index // len(c.windows)
         p = jax.tree.map(lambda a, r=repeat: a[r], params["layers"][member])
         window = c.windows[member] or length
-        y = np_norm(x, p["attention_norm"]["scale"], c.norm_epsilon)
+        y = np_norm(c, x, p["attention_norm"])
 
         def project(name, y=y, p=p):
             return y @ p[name]["kernel"] + p[name].get("bias", 0)
@@ -115,21 +133,23 @@ def np_decoder(config, params, tokens, segments=None, positions=None):
             part = lambda a, i: a[:, i * c.head_size : (i + 1) * c.head_size]
             q_h, k_h = part(q, head), part(k, kv)
             if c.qk_norm:
-                q_h = np_norm(q_h, p["query_norm"]["scale"], c.norm_epsilon)
-                k_h = np_norm(k_h, p["key_norm"]["scale"], c.norm_epsilon)
+                q_h, k_h = np_norm(c, q_h, p["query_norm"]), np_norm(c, k_h, p["key_norm"])
             q_h, k_h = (np_rotate(a, positions, frequencies) for a in (q_h, k_h))
-            scores = q_h @ k_h.T / math.sqrt(c.head_size)
+            scores = q_h @ k_h.T * (c.attention_scale or c.head_size**-0.5)
+            scores = np_capped(scores, c.attention_soft_cap)
             i, j = np.arange(length)[:, None], np.arange(length)[None, :]
             seen = (j <= i) & (i - j < window) & (segments[:, None] == segments[None, :])
             weights = np.exp(scores - scores.max(-1, keepdims=True)) * seen
             context.append(weights / weights.sum(-1, keepdims=True) @ part(v, kv))
-        x = x + np.concatenate(context, -1) @ p["attention_output"]["kernel"]
-        y = np_norm(x, p["mlp_norm"]["scale"], c.norm_epsilon)
+        found = np.concatenate(context, -1) @ p["attention_output"]["kernel"]
+        x = x + (np_norm(c, found, p["post_attention_norm"]) if c.post_norms else found)
+        y = np_norm(c, x, p["mlp_norm"])
         gate = np_activation(c.activation, y @ p["gate"]["kernel"])
-        x = x + (gate * (y @ p["up"]["kernel"])) @ p["down"]["kernel"]
-    hidden = np_norm(x, params["final_norm"]["scale"], c.norm_epsilon)
+        found = (gate * (y @ p["up"]["kernel"])) @ p["down"]["kernel"]
+        x = x + (np_norm(c, found, p["post_mlp_norm"]) if c.post_norms else found)
+    hidden = np_norm(c, x, params["final_norm"])
     head = params["embedding"] if c.tied_head else params["head"]
-    return hidden, hidden @ head.T
+    return hidden, np_capped(hidden @ head.T, c.logits_soft_cap)
 
 
 # --- the model --------------------------------------------------------------------------
@@ -143,7 +163,9 @@ def make(config, seed=0, **arguments):
     def draw(path, x):
         noise = rng.normal(size=x.shape)
         kind = path[-1].key
-        value = {"scale": 1 + 0.3 * noise, "bias": 0.5 * noise}.get(kind, np.asarray(x) * 1.5)
+        value = {"scale": 1 - config.zero_centered_norm + 0.3 * noise, "bias": 0.5 * noise}.get(
+            kind, np.asarray(x) * 1.5
+        )
         return jnp.asarray(value, jnp.float32)
 
     params = nnx.to_pure_dict(nnx.state(model))
@@ -160,7 +182,7 @@ def draw_tokens(config, *shape, seed=1):
 @jax.jit
 def run(model, tokens, segments=None, positions=None):
     hidden = model(tokens, segments_BT=segments, positions_BT=positions)
-    return hidden, hidden @ model.head_VD.T
+    return hidden, cache.logits(model, hidden)
 
 
 PACKED = {  # two rows, of three and two documents and padding

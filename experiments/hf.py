@@ -1,0 +1,410 @@
+"""Released models in Hugging Face's folder format: read to a mesh, and written.
+
+A folder holds `config.json` (`hf_config`), weights (`safetensors`) and a tokenizer. Which tensor
+is which parameter is one table, `NAMES`; there is no code for any model. Kernels lie transposed in
+the files, [out, in], and layers are stacked here.
+
+Tensors go one at a time from the file to their shards: the host holds a tensor, in float32, beside
+what its own devices have. Weights in FP8 with a scale a block (`weight_scale_inv`) are multiplied
+out. Heads that predict further ahead are `mtp.K.…`, which transformers does not know and leaves out
+with a warning; DeepSeek-V3's names follow the prefix (`enorm`, `hnorm`, `eh_proj`, `shared_head`).
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from experiments import safetensors
+from experiments.errors import UserError
+from experiments.hf_config import Description
+from experiments.manifest import write_json
+from experiments.safetensors import Shape, Stored
+from jaxaccel.nn import DecoderConfig, MtpConfig
+from jaxaccel.train_step import abstract_decoder, parameter_shardings
+
+OUTSIDE = {
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final_norm.scale": "model.norm.weight",
+}
+LAYER = {
+    "attention_norm.scale": "input_layernorm.weight",
+    "query.kernel": "self_attn.q_proj.weight",
+    "query.bias": "self_attn.q_proj.bias",
+    "key.kernel": "self_attn.k_proj.weight",
+    "key.bias": "self_attn.k_proj.bias",
+    "value.kernel": "self_attn.v_proj.weight",
+    "value.bias": "self_attn.v_proj.bias",
+    "query_norm.scale": "self_attn.q_norm.weight",
+    "key_norm.scale": "self_attn.k_norm.weight",
+    "attention_output.kernel": "self_attn.o_proj.weight",
+    "mlp_norm.scale": "post_attention_layernorm.weight",
+    "gate.kernel": "mlp.gate_proj.weight",
+    "up.kernel": "mlp.up_proj.weight",
+    "down.kernel": "mlp.down_proj.weight",
+}
+# With norms after a block as well, one name moves.
+AROUND = {
+    "post_attention_norm.scale": "post_attention_layernorm.weight",
+    "mlp_norm.scale": "pre_feedforward_layernorm.weight",
+    "post_mlp_norm.scale": "post_feedforward_layernorm.weight",
+}
+HEAD = {
+    "join.embedding_norm.scale": "enorm.weight",
+    "join.hidden_norm.scale": "hnorm.weight",
+    "join.projection.kernel": "eh_proj.weight",
+    "norm.scale": "shared_head.norm.weight",
+}
+HEADS_PREFIX = "mtp."
+BLOCK_SCALE = "_scale_inv"  # of a weight in FP8, after its own name
+# In some folders, and of no use: angles that follow from config.json.
+DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+# What may lie beside the weights, and goes along when they are written again.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def tensor_name(path: str, index: int, config: DecoderConfig) -> str:
+    """What a parameter is called in the files.
+
+    Args:
+      path: of the parameter here, such as `layers.0.query.kernel`.
+      index: in its stack, of layers or of heads; 0 where there is none.
+      config: shape of the decoder.
+
+    Example:
+      >>> config = DecoderConfig(8, layers=4, width=8, heads=1, kv_heads=1, head_size=8,
+      ...                        mlp_width=8, windows=(4, None))
+      >>> tensor_name("layers.1.down.kernel", 1, config)
+      'model.layers.3.mlp.down_proj.weight'
+    """
+    names = LAYER | (AROUND if config.post_norms else {})
+    stack, _, rest = path.partition(".")
+    if stack == "layers":
+        member, _, rest = rest.partition(".")
+        number = index * len(config.windows) + int(member)
+        return f"model.layers.{number}.{names[rest]}"
+    if stack == "heads":
+        return f"{HEADS_PREFIX}{index}.{(HEAD | names)[rest.removeprefix('layer.')]}"
+    return OUTSIDE[path]
+
+
+class Parameter(NamedTuple):
+    """A parameter here, and the tensors that it is made of."""
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]  # of each in its stack, or its own
+    stacked: bool
+
+    @property
+    def one(self) -> tuple[int, ...]:
+        """Shape of one of the tensors, as it is here."""
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it lies transposed in the files."""
+        return self.path.endswith(".kernel")
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of one of the tensors in the files."""
+        return self.one[::-1] if self.transposed else self.one
+
+
+def parameters(config: DecoderConfig, mtp: MtpConfig) -> list[Parameter]:
+    """All parameters of a decoder, in the order of its tree."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_abstract(config, mtp)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        stacked = name.startswith(("layers.", "heads."))
+        indices = range(leaf.shape[0]) if stacked else (0,)
+        names = tuple(tensor_name(name, i, config) for i in indices)
+        found.append(Parameter(name, leaf.shape, names, stacked))
+    return found
+
+
+def _abstract(config: DecoderConfig, mtp: MtpConfig) -> dict[str, Any]:
+    from flax import nnx
+
+    return nnx.to_pure_dict(nnx.state(abstract_decoder(config, mtp=mtp)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of a folder, found to be those of its model; from `find`."""
+
+    config: DecoderConfig
+    mtp: MtpConfig  # heads that the folder has too
+    tensors: Mapping[str, Stored]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors, as they are stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def find(folder: str | Path, config: DecoderConfig, mtp: MtpConfig = MtpConfig()) -> Weights:  # noqa: B008
+    """Looks for a decoder's weights; reads headers only.
+
+    Args:
+      folder: of the model.
+      config: shape of the decoder, from `hf_config.read`.
+      mtp: heads that are wanted; a folder without any will do.
+
+    Returns:
+      `Weights`, without heads if the folder has none.
+
+    Raises:
+      UserError: a file, a tensor, a shape or a type is not as it should be: all that is missing or
+        unknown is named, with the nearest name.
+    """
+    folder = Path(folder).expanduser()
+    tensors = safetensors.open_folder(folder)
+    has_heads = any(name.startswith(HEADS_PREFIX) for name in tensors)
+    mtp = mtp if has_heads else MtpConfig()
+    wanted = {name: p for p in parameters(config, mtp) for name in p.names}
+    beside = lambda name: (
+        DERIVED.fullmatch(name)
+        or (name == OUTSIDE["head"] and config.tied_head)
+        or (name.startswith(HEADS_PREFIX) and not mtp.depth)
+        or name.removesuffix(BLOCK_SCALE) in wanted
+    )
+    unknown = [name for name in tensors if name not in wanted and not beside(name)]
+    missing = [name for name in wanted if name not in tensors]
+    if unknown or missing:
+        listed = [
+            _listed("missing", missing, list(tensors)),
+            _listed("unknown", unknown, [*wanted]),
+        ]
+        raise UserError(
+            f"{folder}: its tensors are not those of config.json: {''.join(listed)[2:]}"
+        )
+    for name, parameter in wanted.items():
+        _check(folder, tensors, name, parameter.stored)
+    used = {n: t for n, t in tensors.items() if n.removesuffix(BLOCK_SCALE) in wanted}
+    return Weights(config, mtp, used)
+
+
+def _listed(what: str, names: list[str], others: list[str], show: int = 4) -> str:
+    """Names, and for each the nearest of the others."""
+    if not names:
+        return ""
+    near = lambda name: "".join(f" (near: {n})" for n in difflib.get_close_matches(name, others, 1))
+    more = f" and {len(names) - show} more" if len(names) > show else ""
+    return f"; {what}: {', '.join(name + near(name) for name in names[:show])}{more}"
+
+
+def _check(folder: Path, tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...]) -> None:
+    tensor, scale = tensors[name], tensors.get(name + BLOCK_SCALE)
+    want = list(shape)
+    if tensor.shape != shape:
+        raise UserError(f"{folder}: {name} is {list(tensor.shape)}; config.json has {want}")
+    kind = tensor.dtype.name
+    if scale is None:
+        if kind not in FLOATS:
+            legal = f"{', '.join(FLOATS)}, or float8_e4m3fn with {name}{BLOCK_SCALE} beside it"
+            raise UserError(f"{folder}: {name} is {kind}; legal are {legal}")
+        return
+    if kind != "float8_e4m3fn" or scale.dtype.name not in FLOATS or len(scale.shape) != len(shape):
+        raise UserError(
+            f"{folder}: {name} is {kind} with a {scale.dtype.name}{list(scale.shape)} scale; "
+            f"scales of blocks go with float8_e4m3fn{want}, and have as many dims"
+        )
+    block = _block(tensor, scale)
+    if tuple(-(-n // b) for n, b in zip(shape, block)) != scale.shape:
+        raise UserError(
+            f"{folder}: {scale.name} is {list(scale.shape)}, which are no equal blocks of {want}"
+        )
+
+
+def _block(tensor: Stored, scale: Stored) -> tuple[int, ...]:
+    """Sides of a block: powers of two, as they are in use."""
+    return tuple(
+        n if s == 1 else 1 << math.ceil(math.log2(n / s)) if s else 1
+        for n, s in zip(tensor.shape, scale.shape)
+    )
+
+
+def load(weights: Weights, mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Reads weights to a mesh, each tensor straight to its shards.
+
+    Args:
+      weights: from `find`.
+      mesh: from `sharding.make_mesh`.
+      dtype: of kernels, embedding and head; scales of norms are float32.
+
+    Returns:
+      Parameters as `Decoder` has them, a nested dict, sharded as `train_step` has them; without
+      an entry `heads` if the folder has none.
+    """
+    placed = parameter_shardings(abstract_decoder(weights.config, mtp=weights.mtp), mesh)
+    tree = _abstract(weights.config, weights.mtp)
+    order = sorted(
+        zip(parameters(weights.config, weights.mtp), jax.tree.leaves(placed)),
+        key=lambda pair: pair[0].stacked,  # those that are one tensor first: they are the largest
+    )
+    made = {
+        p.path: _parameter(weights, p, where, jnp.float32 if p.path.endswith(".scale") else dtype)
+        for p, where in order
+    }
+    leaves = [made[p.path] for p in parameters(weights.config, weights.mtp)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _parameter(weights: Weights, p: Parameter, where: NamedSharding, dtype: Any) -> Array:
+    if not p.stacked:
+        return _tensor(weights, p.names[0], p, where, dtype)
+    _, *rest = (*where.spec, *[None] * (len(p.shape) - len(where.spec)))
+    one = NamedSharding(where.mesh, PartitionSpec(*rest))
+    stack = jax.jit(lambda: jnp.zeros(p.shape, dtype), out_shardings=where)()
+    # In place: the stack is not copied for each of its layers.
+    put = jax.jit(
+        lambda stack, x, i: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0),
+        donate_argnums=0,
+        out_shardings=where,
+    )
+    for i, name in enumerate(p.names):
+        stack = put(stack, _tensor(weights, name, p, one, dtype), i)
+        jax.block_until_ready(stack)  # or tensors would pile up on the host
+    return stack
+
+
+def _tensor(weights: Weights, name: str, p: Parameter, where: NamedSharding, dtype: Any) -> Array:
+    """One tensor on its devices; each distinct part is read once."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = tuple(s.indices(n)[:2] for s, n in zip(index, p.one))
+        if key not in parts:
+            index = index[::-1] if p.transposed else index
+            x = read(weights.tensors, name, index[0])[:, *index[1:]]
+            parts[key] = np.ascontiguousarray(x.T if p.transposed else x, dtype=dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(p.one, where, part)
+
+
+def read(tensors: Mapping[str, Stored], name: str, rows: slice = slice(None)) -> np.ndarray:
+    """Rows of a tensor, as they are stored; FP8 multiplied by the scales of its blocks.
+
+    Args:
+      tensors: of a folder.
+      name: of one of them.
+      rows: of its first dim.
+
+    Returns:
+      [rows, ...] of the stored dtype, or float32 where that is FP8.
+    """
+    tensor, scale = tensors[name], tensors.get(name + BLOCK_SCALE)
+    values = tensor.read(rows)
+    if scale is None:
+        return values
+    first, last, _ = rows.indices(tensor.shape[0])
+    sides = _block(tensor, scale)
+    factors = scale.read(slice(first // sides[0], -(-last // sides[0]))).astype(np.float32)
+    for dim, side in enumerate(sides):
+        factors = np.repeat(factors, side, axis=dim)
+    skip = first % sides[0]
+    factors = factors[skip : skip + len(values)][:, *(slice(n) for n in values.shape[1:])]
+    return values.astype(np.float32) * factors
+
+
+def save(
+    folder: str | Path,
+    params: PyTree[Array],
+    description: Description,
+    mtp: MtpConfig = MtpConfig(),  # noqa: B008 (immutable)
+    *,
+    dtype: str = "bfloat16",
+    companions: Mapping[str, Path] = {},
+) -> None:
+    """Writes a model's folder, which `transformers` and `find` read.
+
+    It appears under its name once it is whole.
+
+    Args:
+      folder: must not exist, or be empty.
+      params: parameters of a decoder, with heads or without.
+      description: shape of the decoder, and the content of its `config.json`.
+      mtp: the heads that `params` has.
+      dtype: of all tensors: bfloat16, float16 or float32.
+      companions: files to copy beside the weights, by name there.
+
+    Raises:
+      UserError: the folder is taken or cannot be written, or a value is too large for float16.
+    """
+    folder, kind = Path(folder).expanduser(), np.dtype(jnp.dtype(dtype))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already, and not empty: choose another")
+    found = parameters(description.model, mtp)
+    leaves = jax.tree.leaves(params)
+    of = {n: (p, x, i) for p, x in zip(found, leaves, strict=True) for i, n in enumerate(p.names)}
+
+    def value(name: str) -> np.ndarray:
+        parameter, leaf, index = of[name]
+        x = np.asarray(leaf[index] if parameter.stacked else leaf)
+        with np.errstate(over="ignore"):
+            out = (x.T if parameter.transposed else x).astype(kind)
+        if dtype == "float16" and not np.isfinite(out).all() and np.isfinite(x).all():
+            raise UserError(
+                f"{name} holds {np.abs(x).max():.4g}, and float16 ends at 65504: choose bfloat16"
+            )
+        return out
+
+    shapes = {name: Shape(kind, of[name][0].stored) for name in of}
+    partial = folder.with_name(folder.name + ".tmp")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        safetensors.write_folder(partial, shapes, value)
+        write_json(partial / "config.json", description.content)
+        for name, source in companions.items():
+            shutil.copyfile(source, partial / name)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def companions(folder: str | Path) -> dict[str, Path]:
+    """The files beside a model's weights that belong to it, by name."""
+    return {name: path for name in COMPANIONS if (path := Path(folder) / name).is_file()}
+
+
+def stop_tokens(folder: str | Path, content: Mapping[str, Any]) -> Iterator[int]:
+    """Ids that end a text: of `generation_config.json`, or else of `config.json`."""
+    path = Path(folder) / "generation_config.json"
+    try:
+        content = {**content, **json.loads(path.read_text(encoding="utf-8"))}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    found = content.get("eos_token_id")
+    for token in found if isinstance(found, list) else [found]:
+        if isinstance(token, int):
+            yield token
