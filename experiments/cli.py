@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,21 @@ from experiments.errors import UserError
 from jaxaccel import target
 
 
-def parse[T](kind: type[T], *, default: T | None = None, args: list[str], prog: str) -> T:
-    """Reads options into the dataclass `kind`.
+def parse[T](
+    kind: type[T],
+    *,
+    default: T | None = None,
+    args: list[str],
+    prog: str,
+    aliases: Mapping[str, str] = {},
+) -> T:
+    """Reads options into the dataclass `kind`; `aliases` are other words for some.
 
     Raises:
       UserError: an option is unknown (the message names the nearest) or its value is not legal.
     """
-    # An option cannot be a group of others at once: `--optimizer NAME` stands for one of its group.
-    short = {"--optimizer": "--optimizer.name", "--microbatches": "--micro-batches"}
     args = [
-        "=".join([short.get(option, option), *value])
+        "=".join([aliases.get(option, option), *value])
         for option, *value in (arg.split("=", 1) for arg in args)
     ]
     start = tyro.MISSING_NONPROP if default is None else default

@@ -25,6 +25,11 @@ class TrainConfig:
     fp8_scaling: Scaling = Scaling()
     mtp: MtpConfig = MtpConfig()
 
+    init_from: str = ""
+    """Folder of a released model, Hugging Face's format, to begin with (also --model): its shape,
+    its weights, its tokenizer."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of parameters that stay as they are, such as embedding or layers.0.*."""
     run_dir: str = ""
     """Folder of the run; empty: runs/CONFIG. Running again with the same folder resumes."""
     steps: int = 1000
@@ -112,6 +117,12 @@ class TrainConfig:
     The first step, which is compiled, has four times as long."""
 
 
+# Other words for options: an option cannot be a group of others at once.
+ALIASES = {
+    "--optimizer": "--optimizer.name",
+    "--microbatches": "--micro-batches",
+    "--model": "--init-from",
+}
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(

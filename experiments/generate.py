@@ -2,26 +2,28 @@
 
     python -m experiments.generate --run runs/tiny --prompt "def " --temperature 0.7
     python -m experiments.generate --run runs/mtp --prompt "def " --speculative --gamma 2
+    python -m experiments.generate --model FOLDER --prompt "Who are you?" --chat
 
-prints the prompt and what the newest checkpoint makes of it, as it is made. With --speculative
-the model's own heads (--mtp.depth of training) draft tokens that one pass verifies: the text is
-the same, and the last lines say how much sooner it came.
+prints the prompt and what the newest checkpoint of a run makes of it, or a released model in a
+folder of Hugging Face's format, as it is made. With --speculative the model's own heads
+(--mtp.depth of training) draft tokens that one pass verifies: the text is the same, and the last
+lines say how much sooner it came.
 """
 
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import cli
+from experiments import chat, cli, pretrained
 from experiments.errors import UserError, user_errors
-from experiments.run import Run, load_run
+from experiments.run import load_run
 from experiments.tokenizer import Tokenizer
 from jaxaccel import decode, precision
 from jaxaccel.decode import Burst, Sampling
@@ -34,10 +36,14 @@ CACHES = {"auto": None, "bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 class GenerateConfig:
     """Continue a text with a trained model."""
 
-    run: Path
+    run: Path | None = None
     """Folder of a training run."""
+    model: Path | None = None
+    """Folder of a released model, instead."""
     prompt: str = ""
     """The text to continue; empty: begin a new document."""
+    chat: bool = False
+    """The prompt is what a user says: put it into the tokenizer's chat template, and answer."""
     max_new_tokens: int = 200
     """Tokens to make at most; fewer where a document ends, or the model's context does."""
     temperature: float = 0.8
@@ -54,6 +60,36 @@ class GenerateConfig:
     """Draft with the heads that the model was trained with, and compare with plain decoding."""
     gamma: int | None = None
     """Tokens drafted for each pass; without: as many as there are heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A model to generate with."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    context: int
+    mtp: MtpConfig
+    stop: tuple[int, ...]  # ids that end a text, beside the tokenizer's own
+    decoder: Callable[[], Decoder]
+
+
+def open_model(config: GenerateConfig) -> Trained:
+    """The run, or the released model, that the options name.
+
+    Raises:
+      UserError: they name none, or both; the folder is not what it should be.
+    """
+    if (config.run is None) == (config.model is None):
+        raise UserError("pass one of --run (a training run) and --model (a released model)")
+    if config.run is not None:
+        run = load_run(config.run)
+        dtype = precision.COMPUTE_DTYPES[run.config.precision]
+        make = functools.partial(run.decoder, dtype=dtype)
+        return Trained(
+            run.folder, run.tokenizer, run.config.sequence, run.config.mtp, run.stop, make
+        )
+    return pretrained.open_folder(config.model)
 
 
 @dataclasses.dataclass
@@ -113,14 +149,18 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def bursts_of(
-    decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], **options: Any
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    stop: Collection[int] = (),
+    **options: Any,
 ) -> Iterator[Burst]:
-    """`jaxaccel.decode.stream` of one prompt, which ends where a document does.
+    """`jaxaccel.decode.stream` of one prompt, which ends where a document does, or at a `stop`.
 
     Raises:
       UserError: an option is out of its range; at the call.
     """
-    stop = () if tokenizer.eos is None else (tokenizer.eos,)
+    stop = {*stop} if tokenizer.eos is None else {*stop, tokenizer.eos}
     with user_errors():
         return decode.stream(decoder, [ids], stop=stop, **options)
 
@@ -142,16 +182,16 @@ def complete(decoder: Decoder, tokenizer: Tokenizer, prompt: str, **options: Any
     return "".join(text_of(tokenizer, bursts_of(decoder, tokenizer, ids, **options)))
 
 
-def drafts_of(run: Run, gamma: int | None) -> int:
-    """Drafts of a pass: as asked for, or as many as the run's heads make.
+def drafts_of(trained: Trained, gamma: int | None) -> int:
+    """Drafts of a pass: as asked for, or as many as the model's heads make.
 
     Raises:
-      UserError: the run's model has no heads.
+      UserError: the model has no heads.
     """
-    depth = run.config.mtp.depth
+    depth = trained.mtp.depth
     if not depth:
         raise UserError(
-            f"{run.folder} was trained without heads that could draft: train with --mtp.depth 1 "
+            f"{trained.folder} has no heads that could draft: train with --mtp.depth 1 "
             "(python -m experiments.train --run-dir DIR --mtp.depth 1)"
         )
     if gamma is not None and gamma < 1:
@@ -163,25 +203,29 @@ def main(config: GenerateConfig) -> None:
     """Prints the prompt and its continuation."""
     if config.gamma is not None and not config.speculative:
         raise UserError("--gamma is for --speculative: pass both")
-    run = load_run(config.run)
-    ids = prompt_ids(run.tokenizer, config.prompt)
-    context = run.config.sequence
+    trained = open_model(config)
+    tokenizer, context = trained.tokenizer, trained.context
+    if config.chat:
+        ids = chat.prompt(tokenizer, [{"role": "user", "content": config.prompt}]).tolist()
+    else:
+        ids = prompt_ids(tokenizer, config.prompt)
     room = context - len(ids)
     if room < 1:
         raise UserError(
-            f"the prompt has {len(ids)} tokens, and the model was trained on {context} at once: "
+            f"the prompt has {len(ids)} tokens, and the model was made for {context} at once: "
             f"shorten it to {context - 1} or fewer"
         )
     with user_errors():
         sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
-    gamma = drafts_of(run, config.gamma) if config.speculative else 0
-    decoder = run.decoder(dtype=precision.COMPUTE_DTYPES[run.config.precision])
+    gamma = drafts_of(trained, config.gamma) if config.speculative else 0
+    decoder = trained.decoder()
     options = {
+        "stop": trained.stop,
         "max_new_tokens": min(config.max_new_tokens, room),
         "sampling": sampling,
         "cache_dtype": CACHES[config.cache],
     }
-    make = lambda gamma: bursts_of(decoder, run.tokenizer, ids, gamma=gamma, **options)
+    make = lambda gamma: bursts_of(decoder, tokenizer, ids, gamma=gamma, **options)
     make(gamma)  # refuses bad options before anything is printed
     if config.max_new_tokens > room:
         print(
@@ -194,8 +238,9 @@ def main(config: GenerateConfig) -> None:
             next(make(drafts), None)
     made = Tally()
     try:
-        _show(config.prompt)
-        for piece in text_of(run.tokenizer, made.watch(make(gamma))):
+        if not config.chat:
+            _show(config.prompt)
+        for piece in text_of(tokenizer, made.watch(make(gamma))):
             _show(piece)
         _show("\n")
     except BrokenPipeError:

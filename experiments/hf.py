@@ -1,24 +1,21 @@
 """Released models in Hugging Face's folder format: read to a mesh, and written.
 
-A folder holds `config.json` (`hf_config`), weights (`safetensors`) and a tokenizer. Which tensor
-is which parameter is one table, `NAMES`; there is no code for any model. Kernels lie transposed in
-the files, [out, in], and layers are stacked here.
+A folder holds `config.json` (`hf_config`), weights (`safetensors`, by the names of `hf_names`) and
+a tokenizer. Kernels lie transposed in the files, [out, in], and layers are stacked here.
 
 Tensors go one at a time from the file to their shards: the host holds a tensor, in float32, beside
 what its own devices have. Weights in FP8 with a scale a block (`weight_scale_inv`) are multiplied
-out. Heads that predict further ahead are `mtp.K.…`, which transformers does not know and leaves out
-with a warning; DeepSeek-V3's names follow the prefix (`enorm`, `hnorm`, `eh_proj`, `shared_head`).
+out.
 """
 
 import dataclasses
 import difflib
-import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,124 +26,16 @@ from jaxtyping import Array, PyTree
 from experiments import safetensors
 from experiments.errors import UserError
 from experiments.hf_config import Description
+from experiments.hf_names import HEADS_PREFIX, OUTSIDE, Parameter, abstract, parameters
 from experiments.manifest import write_json
 from experiments.safetensors import Shape, Stored
 from jaxaccel.nn import DecoderConfig, MtpConfig
 from jaxaccel.train_step import abstract_decoder, parameter_shardings
 
-OUTSIDE = {
-    "embedding": "model.embed_tokens.weight",
-    "head": "lm_head.weight",
-    "final_norm.scale": "model.norm.weight",
-}
-LAYER = {
-    "attention_norm.scale": "input_layernorm.weight",
-    "query.kernel": "self_attn.q_proj.weight",
-    "query.bias": "self_attn.q_proj.bias",
-    "key.kernel": "self_attn.k_proj.weight",
-    "key.bias": "self_attn.k_proj.bias",
-    "value.kernel": "self_attn.v_proj.weight",
-    "value.bias": "self_attn.v_proj.bias",
-    "query_norm.scale": "self_attn.q_norm.weight",
-    "key_norm.scale": "self_attn.k_norm.weight",
-    "attention_output.kernel": "self_attn.o_proj.weight",
-    "mlp_norm.scale": "post_attention_layernorm.weight",
-    "gate.kernel": "mlp.gate_proj.weight",
-    "up.kernel": "mlp.up_proj.weight",
-    "down.kernel": "mlp.down_proj.weight",
-}
-# With norms after a block as well, one name moves.
-AROUND = {
-    "post_attention_norm.scale": "post_attention_layernorm.weight",
-    "mlp_norm.scale": "pre_feedforward_layernorm.weight",
-    "post_mlp_norm.scale": "post_feedforward_layernorm.weight",
-}
-HEAD = {
-    "join.embedding_norm.scale": "enorm.weight",
-    "join.hidden_norm.scale": "hnorm.weight",
-    "join.projection.kernel": "eh_proj.weight",
-    "norm.scale": "shared_head.norm.weight",
-}
-HEADS_PREFIX = "mtp."
 BLOCK_SCALE = "_scale_inv"  # of a weight in FP8, after its own name
 # In some folders, and of no use: angles that follow from config.json.
 DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-# What may lie beside the weights, and goes along when they are written again.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
-
-def tensor_name(path: str, index: int, config: DecoderConfig) -> str:
-    """What a parameter is called in the files.
-
-    Args:
-      path: of the parameter here, such as `layers.0.query.kernel`.
-      index: in its stack, of layers or of heads; 0 where there is none.
-      config: shape of the decoder.
-
-    Example:
-      >>> config = DecoderConfig(8, layers=4, width=8, heads=1, kv_heads=1, head_size=8,
-      ...                        mlp_width=8, windows=(4, None))
-      >>> tensor_name("layers.1.down.kernel", 1, config)
-      'model.layers.3.mlp.down_proj.weight'
-    """
-    names = LAYER | (AROUND if config.post_norms else {})
-    stack, _, rest = path.partition(".")
-    if stack == "layers":
-        member, _, rest = rest.partition(".")
-        number = index * len(config.windows) + int(member)
-        return f"model.layers.{number}.{names[rest]}"
-    if stack == "heads":
-        return f"{HEADS_PREFIX}{index}.{(HEAD | names)[rest.removeprefix('layer.')]}"
-    return OUTSIDE[path]
-
-
-class Parameter(NamedTuple):
-    """A parameter here, and the tensors that it is made of."""
-
-    path: str
-    shape: tuple[int, ...]
-    names: tuple[str, ...]  # of each in its stack, or its own
-    stacked: bool
-
-    @property
-    def one(self) -> tuple[int, ...]:
-        """Shape of one of the tensors, as it is here."""
-        return self.shape[1:] if self.stacked else self.shape
-
-    @property
-    def transposed(self) -> bool:
-        """Whether it lies transposed in the files."""
-        return self.path.endswith(".kernel")
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Shape of one of the tensors in the files."""
-        return self.one[::-1] if self.transposed else self.one
-
-
-def parameters(config: DecoderConfig, mtp: MtpConfig) -> list[Parameter]:
-    """All parameters of a decoder, in the order of its tree."""
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_abstract(config, mtp)):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        stacked = name.startswith(("layers.", "heads."))
-        indices = range(leaf.shape[0]) if stacked else (0,)
-        names = tuple(tensor_name(name, i, config) for i in indices)
-        found.append(Parameter(name, leaf.shape, names, stacked))
-    return found
-
-
-def _abstract(config: DecoderConfig, mtp: MtpConfig) -> dict[str, Any]:
-    from flax import nnx
-
-    return nnx.to_pure_dict(nnx.state(abstract_decoder(config, mtp=mtp)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +147,7 @@ def load(weights: Weights, mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, An
       an entry `heads` if the folder has none.
     """
     placed = parameter_shardings(abstract_decoder(weights.config, mtp=weights.mtp), mesh)
-    tree = _abstract(weights.config, weights.mtp)
+    tree = abstract(weights.config, weights.mtp)
     order = sorted(
         zip(parameters(weights.config, weights.mtp), jax.tree.leaves(placed)),
         key=lambda pair: pair[0].stacked,  # those that are one tensor first: they are the largest
@@ -354,8 +243,7 @@ def save(
       UserError: the folder is taken or cannot be written, or a value is too large for float16.
     """
     folder, kind = Path(folder).expanduser(), np.dtype(jnp.dtype(dtype))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already, and not empty: choose another")
+    check_free(folder)
     found = parameters(description.model, mtp)
     leaves = jax.tree.leaves(params)
     of = {n: (p, x, i) for p, x in zip(found, leaves, strict=True) for i, n in enumerate(p.names)}
@@ -390,21 +278,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def companions(folder: str | Path) -> dict[str, Path]:
-    """The files beside a model's weights that belong to it, by name."""
-    return {name: path for name in COMPANIONS if (path := Path(folder) / name).is_file()}
-
-
-def stop_tokens(folder: str | Path, content: Mapping[str, Any]) -> Iterator[int]:
-    """Ids that end a text: of `generation_config.json`, or else of `config.json`."""
-    path = Path(folder) / "generation_config.json"
-    try:
-        content = {**content, **json.loads(path.read_text(encoding="utf-8"))}
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    found = content.get("eos_token_id")
-    for token in found if isinstance(found, list) else [found]:
-        if isinstance(token, int):
-            yield token
+def check_free(folder: str | Path) -> None:
+    """Refuses a folder, to be written, that something is in."""
+    folder = Path(folder).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already, and not empty: choose another")

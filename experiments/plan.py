@@ -2,6 +2,7 @@
 
     python -m experiments.plan llama-8b --target h200x8
     python -m experiments.plan llama-1b3 --target h200 --batch 4 --remat auto --budget-gib 30
+    python -m experiments.plan small --model FOLDER --target h200x8
 
 Takes the options of `experiments.train`, compiles the same training step for GPUs that need
 not be here, and reads the program. Sizes and counts are *compiled*, times are *modelled*,
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import jax
 
-from experiments import cli, configs, fp8, plan_pipeline
-from experiments.config import TrainConfig, check_options, step_config
+from experiments import cli, configs, fp8, plan_pipeline, pretrained
+from experiments.config import ALIASES, TrainConfig, check_options, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
 from experiments.plan_plot import check_picture, draw
@@ -236,7 +237,10 @@ def main(argv: list[str] | None = None) -> None:
         preset = configs.load(name)
         values = {f.name: getattr(preset, f.name) for f in dataclasses.fields(TrainConfig)}
         start = PlanConfig(**values)
-        config = cli.parse(PlanConfig, default=start, args=args, prog=f"{PROG} [CONFIG]")
+        config = cli.parse(
+            PlanConfig, default=start, args=args, prog=f"{PROG} [CONFIG]", aliases=ALIASES
+        )
+        config = pretrained.with_model(config, start)
         report(name, config)
 
     cli.exit_with(program, PROG)

@@ -29,11 +29,12 @@ from experiments import (
     generate,
     manifest,
     metrics,
+    pretrained,
     run,
 )
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
-from experiments.config import TrainConfig, check_options, step_config
+from experiments.config import ALIASES, TrainConfig, check_options, step_config
 from experiments.errors import RunStopped, UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.group import Group
@@ -62,7 +63,10 @@ def main(argv: list[str] | None = None) -> None:
 
     def program() -> int:
         preset = configs.load(name)
-        config = cli.parse(TrainConfig, default=preset, args=args, prog=f"{PROG} [CONFIG]")
+        config = cli.parse(
+            TrainConfig, default=preset, args=args, prog=f"{PROG} [CONFIG]", aliases=ALIASES
+        )
+        config = pretrained.with_model(config, preset)
         try:
             with cluster.join(config, PROG, explain) as group:
                 return train(name, config, group)
@@ -179,8 +183,10 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
         )
     if config.resume == "must" and restored is None:
         raise UserError(f"{folder} has no whole checkpoint and --resume is must")
+    weights = pretrained.find(config) if restored is None else None
     if restored is None:
-        state, first = step.init(jax.random.key(config.seed)), 0
+        key = jax.random.key(config.seed)
+        state, first = step.init(key, pretrained.load(weights, mesh)), 0
     else:
         state, first = restored.state, restored.step
         batches.set_state(restored.data_state)
@@ -206,6 +212,7 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
     try:
         if group.first:
             run.write_config(folder, config, tokenizer)
+            pretrained.keep_origin(folder, config)
             environment = metrics.environment() | {"compiler_options": step.compiler_options}
             manifest.write_json(folder / "env.json", environment)
     except OSError as error:
@@ -224,6 +231,8 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
         log.message(f"{metrics.MFU_CONVENTION}; peak {peak.flops:.3g} FLOP/s: {peak.source}")
         if first:
             log.message(f"resumed at step {first}")
+        if weights is not None:
+            log.message(pretrained.describe(config, weights))
         clock, final_loss = Clock(), math.nan
         cold = bool(is_cold(state.fp8))
 
