@@ -27,7 +27,7 @@ NO_TORCH = (
     "`.torch/bin/python -m pip install -r tests/torch-requirements.txt` (README says more)"
 )
 # Where pytest keeps byte code is not where that environment has it.
-_NOT_INHERITED = ("PYTHONPYCACHEPREFIX", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME")
+_NOT_INHERITED = ("PYTHONPYCACHEPREFIX", "PYTHONPATH")
 
 
 def torch_python() -> str | None:

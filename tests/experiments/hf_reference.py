@@ -39,6 +39,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 ROPE_1M = {"rope_type": "default", "rope_theta": 1e6}
+# A key's bias at a frequency near zero has a gradient of rounding alone, which AdamW scales up.
+ROPE_500 = {"rope_type": "default", "rope_theta": 500.0}
 GEMMA2 = {
     "model_type": "gemma2",
     "sliding_window": 7,  # of the first layer; the second sees all
@@ -52,7 +54,7 @@ FAMILIES = {
     "llama2": (4, LLAMA2),
     "llama3": (4, {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3_ROPE}),
     "mistral": (5, {"model_type": "mistral", "sliding_window": 7}),
-    "qwen2": (4, {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": ROPE_1M}),
+    "qwen2": (3, {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": ROPE_500}),
     "qwen3": (3, {"model_type": "qwen3", "head_dim": 12, "rope_parameters": ROPE_1M}),
     "gemma2": (0, GEMMA2),
     "llama_tied": (1, {"model_type": "llama", "tie_word_embeddings": True}),
