@@ -16,6 +16,7 @@ from typing import Any, Literal
 import tokenizers
 
 from experiments import cli, hf, hf_config, pretrained
+from experiments import tokenizer as tokenizer_program
 from experiments.hf_config import Description
 from experiments.manifest import write_json
 from experiments.run import Run, load_run
@@ -43,7 +44,7 @@ def describe(run: Run, dtype: str) -> Description:
     Raises:
       UserError: no architecture of transformers has such a decoder.
     """
-    model, tokenizer = run.config.model, run.tokenizer
+    model, mtp, tokenizer = run.config.model, run.config.mtp, run.tokenizer
     content: dict[str, Any] = dict(pretrained.origin(run.folder) or {})
     if content and hf_config.parse(content).model == model:
         content.pop("quantization_config", None)
@@ -51,7 +52,9 @@ def describe(run: Run, dtype: str) -> Description:
     else:
         content = hf_config.write(model, run.config.sequence, dtype)
         content |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    return Description(model, hf_config.parse(content).context, content)
+    if mtp.depth:
+        content |= {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
+    return hf_config.parse(content)
 
 
 def byte_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -73,8 +76,9 @@ def byte_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 def tokenizer_files(run: Run, context: int, folder: Path) -> dict[str, Path]:
     """The tokenizer's files, by name; those that the run does not have are made in `folder`."""
-    files = hf.companions(run.folder)
-    if "tokenizer.json" not in files:
+    bytes_only = run.config.data.tokenizer == "bytes"
+    files = tokenizer_program.files("bytes" if bytes_only else str(run.folder))
+    if bytes_only:
         files["tokenizer.json"] = folder / "tokenizer.json"
         byte_tokenizer(run.tokenizer).save(str(files["tokenizer.json"]))
     if "tokenizer_config.json" not in files:
@@ -104,7 +108,6 @@ def main(config: ExportConfig) -> None:
             config.to,
             run.params(),
             description,
-            run.config.mtp,
             dtype=dtype,
             companions=files,
         )

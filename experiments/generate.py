@@ -14,18 +14,18 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import chat, cli, pretrained
+from experiments import chat, cli
 from experiments.errors import UserError, user_errors
-from experiments.run import load_run
 from experiments.tokenizer import Tokenizer
-from jaxaccel import decode, precision
+from experiments.trained import Trained, open_trained
+from jaxaccel import decode
 from jaxaccel.decode import Burst, Sampling
 from jaxaccel.nn import Decoder
 
@@ -60,36 +60,6 @@ class GenerateConfig:
     """Draft with the heads that the model was trained with, and compare with plain decoding."""
     gamma: int | None = None
     """Tokens drafted for each pass; without: as many as there are heads."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A model to generate with."""
-
-    folder: Path
-    tokenizer: Tokenizer
-    context: int
-    mtp: MtpConfig
-    stop: tuple[int, ...]  # ids that end a text, beside the tokenizer's own
-    decoder: Callable[[], Decoder]
-
-
-def open_model(config: GenerateConfig) -> Trained:
-    """The run, or the released model, that the options name.
-
-    Raises:
-      UserError: they name none, or both; the folder is not what it should be.
-    """
-    if (config.run is None) == (config.model is None):
-        raise UserError("pass one of --run (a training run) and --model (a released model)")
-    if config.run is not None:
-        run = load_run(config.run)
-        dtype = precision.COMPUTE_DTYPES[run.config.precision]
-        make = functools.partial(run.decoder, dtype=dtype)
-        return Trained(
-            run.folder, run.tokenizer, run.config.sequence, run.config.mtp, run.stop, make
-        )
-    return pretrained.open_folder(config.model)
 
 
 @dataclasses.dataclass
@@ -203,7 +173,7 @@ def main(config: GenerateConfig) -> None:
     """Prints the prompt and its continuation."""
     if config.gamma is not None and not config.speculative:
         raise UserError("--gamma is for --speculative: pass both")
-    trained = open_model(config)
+    trained = open_trained(config.run, config.model)
     tokenizer, context = trained.tokenizer, trained.context
     if config.chat:
         ids = chat.prompt(tokenizer, [{"role": "user", "content": config.prompt}]).tolist()

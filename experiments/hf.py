@@ -222,7 +222,6 @@ def save(
     folder: str | Path,
     params: PyTree[Array],
     description: Description,
-    mtp: MtpConfig = MtpConfig(),  # noqa: B008 (immutable)
     *,
     dtype: str = "bfloat16",
     companions: Mapping[str, Path] = {},
@@ -233,9 +232,8 @@ def save(
 
     Args:
       folder: must not exist, or be empty.
-      params: parameters of a decoder, with heads or without.
-      description: shape of the decoder, and the content of its `config.json`.
-      mtp: the heads that `params` has.
+      params: parameters of a decoder, with its heads.
+      description: its shape, and the content of its `config.json`.
       dtype: of all tensors: bfloat16, float16 or float32.
       companions: files to copy beside the weights, by name there.
 
@@ -244,7 +242,7 @@ def save(
     """
     folder, kind = Path(folder).expanduser(), np.dtype(jnp.dtype(dtype))
     check_free(folder)
-    found = parameters(description.model, mtp)
+    found = parameters(description.model, description.mtp)
     leaves = jax.tree.leaves(params)
     of = {n: (p, x, i) for p, x in zip(found, leaves, strict=True) for i, n in enumerate(p.names)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import UserError, user_errors
-from jaxaccel.nn import DecoderConfig, RopeScaling
+from jaxaccel.nn import DecoderConfig, MtpConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +85,8 @@ ABSENT = {
     "use_bidirectional_attention": False,
     "partial_rotary_factor": 1.0,
 }
+# Heads that predict further ahead: DeepSeek's key for their number, and one of our own.
+HEADS, HEADS_KIND = "num_nextn_predict_layers", "mtp_kind"
 GEMMA = "query_pre_attn_scalar"  # a key that only Gemma's have
 
 
@@ -95,6 +97,7 @@ class Description:
     model: DecoderConfig
     context: int  # positions that the model was made for
     content: dict[str, Any]  # of the file
+    mtp: MtpConfig = MtpConfig()  # heads that it says it has
 
 
 class _Keys:
@@ -208,7 +211,8 @@ def parse(content: Mapping[str, Any], path: Path = Path("config.json")) -> Descr
             rope_scaling=_rope_scaling(keys, rope),
             windows=_windows(keys, numbers["layers"]),
         )
-    return Description(model, keys.need("max_position_embeddings", int), dict(content))
+        mtp = MtpConfig(keys.get(HEADS, int, 0), keys.get(HEADS_KIND, str, "sequential"))
+    return Description(model, keys.need("max_position_embeddings", int), dict(content), mtp)
 
 
 def _activation(keys: _Keys) -> Any:
