@@ -60,9 +60,8 @@ def refused(function, *arguments):
     """The one line that an error is."""
     with pytest.raises(UserError) as caught:
         function(*arguments)
-    text = str(caught.value)
-    assert text.isprintable() and len(text) < 700
-    return text
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 700
+    return str(caught.value)
 
 
 def fits(text, pattern):
@@ -79,8 +78,7 @@ def test_every_dtype_and_shape_there_and_back(tmp_path, kind):
         assert stored[name].nbytes == array.nbytes
         assert_same(stored[name].read(), array)
     raw = (tmp_path / "a").read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    assert {entry["dtype"] for entry in header.values()} == {kind}
+    assert re.findall(rb'"dtype":"(.*?)"', raw)[:5] == [kind.encode()] * 5
 
 
 def test_rows_are_read_alone(tmp_path):
@@ -123,11 +121,7 @@ def test_a_file_is_written_as_its_format_asks(tmp_path):
     pair = np.array([[1.0], [-2.0]], ml_dtypes.bfloat16)
     arrays = {"né": np.uint8([1, 2, 3]), "b": pair, "a": np.flip(pair), "c": np.float32(3.0)}
     asked = []
-
-    def values(name):
-        asked.append(name)
-        return arrays[name]
-
+    values = lambda name: asked.append(name) or arrays[name]
     write(tmp_path / "x", shapes(arrays), values, {"format": "pt"})
     header = (
         b'{"__metadata__":{"format":"pt"},'
@@ -158,8 +152,6 @@ def test_nothing_is_written_when_writing_fails(tmp_path):
     with pytest.raises(ValueError, match="no tensor may be called __metadata__"):
         write(tmp_path / "x", {"__metadata__": promised["a"]}, lambda _: array)
     assert not list(tmp_path.iterdir())
-    text = refused(write, tmp_path / "no" / "x", promised, lambda _: array)
-    assert text == f"cannot write {tmp_path}/no/x: No such file or directory"
     (tmp_path / "file").touch()
     for function in (write, write_folder):
         text = refused(function, tmp_path / "file" / "x", promised, lambda _: array)
@@ -188,13 +180,15 @@ def test_a_folder_of_many_files(tmp_path):
     index = json.loads((folder / INDEX).read_text())
     assert index == {"metadata": {"total_size": 140}, "weight_map": where}
     assert (folder / files[2]).read_bytes()[8:].startswith(b'{"__metadata__":{"format":"pt"},')
-    stored = open_folder(folder)
-    assert stored.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert_same(stored[name].read(), array)
-    # One file where all fits into it; it is read first, as `transformers` does.
+    for name, tensor in open_folder(folder).items():
+        assert_same(tensor.read(), arrays.pop(name))
+    assert not arrays
+
+
+def test_a_folder_of_one_file(tmp_path):
+    """Where there is one it is read, whatever an index says, as `transformers` does."""
+    arrays = {name: noise((70,), np.uint8) for name in "ab"}
     write_folder(tmp_path / "c", shapes(arrays), arrays.__getitem__, 140)
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["model.safetensors"]
     (tmp_path / "c" / INDEX).write_text("not read")
     assert {t.path.name for t in open_folder(tmp_path / "c").values()} == {"model.safetensors"}
     text = refused(write_folder, tmp_path / "c", shapes(arrays), arrays.__getitem__)
@@ -203,16 +197,13 @@ def test_a_folder_of_many_files(tmp_path):
 
 def header_of(places):
     """Tensors of bytes, each from the one place to the other."""
-    kind = {"dtype": "U8"}
-    return {
-        str(i): kind | {"shape": [p[1] - p[0]], "data_offsets": p} for i, p in enumerate(places)
-    }
+    entries = [GOOD | {"dtype": "U8", "shape": [p[1] - p[0]], "data_offsets": p} for p in places]
+    return {str(i): entry for i, entry in enumerate(entries)}
 
 
 # Header and the line. Of dictionaries the data begin at byte 200 of the file; they are 8 bytes.
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 DEEP = 200_000
-LARGE = [2**60]
 HEADERS = [
     (b"[1, 2]", "JSON must begin with '{', got b'[1, 2]'"),
     (b' {"a": 1}', "JSON must begin with '{', got b' {\"a\": 1'"),
@@ -220,11 +211,12 @@ HEADERS = [
     (b'{"a": ', "not JSON: Expecting value: line 1 column 7 (char 6)"),
     (b"{} {}", "not JSON: Extra data: line 1 column 4 (char 3)"),
     (b'{"\xff": 1}', "not JSON: 'utf-8' codec can't decode byte 0xff in position 2: ..."),
-    ("{}".encode("utf-16-le"), "not JSON: ..."),
     (b'{"a": {}, "b": {}, "a": {}}', "not JSON: 'a' is there twice"),
     (b'{"a": {"shape": [2], "dtype": "F32", "shape": [4]}}', "not JSON: 'shape' is there twice"),
-    (b'{"a":' * DEEP + b"1" + b"}" * DEEP, "JSON nested too deeply; tensors need three levels"),
-    (b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}", "JSON nested too deeply; ..."),
+    (
+        b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        "JSON nested too deeply; tensors need three levels",
+    ),
     (b'{"a":' + b"[" * 500 + b"]" * 500 + b"}", "tensor 'a' is [[...]]; it must be dtype, ..."),
     (b'{"a": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits) ..."),
     (b'{"\\ud800": 5}', "tensor '\\ud800' is 5; ..."),
@@ -242,7 +234,6 @@ HEADERS = [
 FIELDS = [
     ({"dtype": "C64"}, "dtype 'C64'; known are BOOL, U8, U16, ... BF16, F16, F32, F64"),
     ({"dtype": ["F32"]}, "dtype ['F32']; known are ..."),
-    ({"dtype": None}, "dtype None; known are ..."),
     ({"shape": 2}, "shape 2; it must be a list of at most 64 integers from 0 to 2^63 - 1"),
     ({"shape": [-2, -1]}, "shape [-2, -1]; it must ..."),
     ({"shape": [True, 2]}, "shape [True, 2]; it must ..."),
@@ -251,7 +242,7 @@ FIELDS = [
     ({"shape": ["2"]}, "shape ['2']; it must ..."),
     ({"shape": [2**63]}, "shape [9223372036854775808]; it must ..."),
     ({"shape": [1] * 64 + [2]}, "shape [1, 1, 1, 1, 1, 1, 1, 1, ...]; it must ..."),
-    ({"shape": LARGE}, "shape [1152921504606846976] of F32 takes 4,611,686,018,427,387,904 ..."),
+    ({"shape": [2**60]}, "shape [1152921504606846976] of F32 takes 4,611,686,018,427,387,904 ..."),
     ({"shape": [2**32, 2**32]}, "shape [4294967296, ...] of F32 is more than 2^63 - 1 bytes"),
     ({"shape": [2**62 + 1, 2]}, "shape [..., 2] of F32 is more than 2^63 - 1 bytes"),  # mod 2^64: 8
     ({"shape": [2**62, 0], "data_offsets": [0, 0]}, "shape [..., 0] of F32 is more than 2^63 ..."),
@@ -325,10 +316,7 @@ def test_a_good_header(tmp_path, header):
         ((10**8 + 1).to_bytes(8, "little"), "..., at most 100,000,000: got ... 100,000,001 bytes"),
         ((10**8).to_bytes(8, "little"), "... holds 8 bytes, its header is to end at 100,000,008"),
         (b"\3\0\0\0\0\0\0\0{}", "... is cut short: it holds 10 bytes, ... end at 11"),
-        (
-            b"version https://git-lfs.github.com/spec/v1\n",
-            "... is not the weights but Git LFS' ...",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1\n", "...: git lfs pull"),
         (b"PK\3\4\0\0\x08\x08archive/data.pkl", "... is no safetensors file, ..."),
         (None, "cannot read ...: No such file or directory"),
     ],
@@ -350,6 +338,7 @@ def test_every_cut_of_a_file_is_seen(tmp_path):
 
 
 # Index (its weight_map, or its text) of a.st, which holds a and both, and b.st: b and both.
+MANY = [f"{name}.st" for name in "a012345"]
 INDEXES = [
     ("{", f"...{INDEX}: not JSON: Expecting ..."),
     ("[]", f"...{INDEX}: JSON must begin with '{{', got b'[]'"),
@@ -362,23 +351,13 @@ INDEXES = [
     ({"a": "/etc/passwd"}, "... names '/etc/passwd'; only files ..."),
     ({"a": "..\\a.st"}, "... names '..\\\\a.st'; only files ..."),
     ({"a": ".."}, "... names '..'; only files ..."),
-    ({"a": ""}, "... names ''; only files ..."),
     ({"a": "a\nb"}, "... names 'a\\nb'; only files ..."),
     ({"a": "a\0b"}, "... names 'a\\x00b'; only files ..."),
     ({"a": "\ud800"}, "... names '\\ud800'; only files ..."),
     ({"a": "a" * 300}, "cannot read ...: File name too long"),
-    (
-        {"a": "a.st", **{str(i): f"{i}.st" for i in range(6)}},
-        f"...: missing files, which {INDEX} names: 0.st, 1.st, 2.st, 3.st, and 2 more",
-    ),
-    (
-        {"a": "a.st", "b": "b.st", "both": "a.st"},
-        f"...: its files are not as {INDEX} says: b.st also holds 'both'",
-    ),
-    (
-        {"a": "a.st", "both": "b.st", "c": "b.st"},
-        f"...{INDEX} says: b.st also holds 'b', a.st also holds 'both', b.st lacks 'c'",
-    ),
+    (dict(zip("a012345", MANY)), f"...: missing files, which {INDEX} names: 0.st, ... and 2 more"),
+    ({"a": "a.st", "b": "b.st", "both": "a.st"}, f"... {INDEX} says: b.st also holds 'both'"),
+    ({"both": "b.st", "c": "a.st"}, "... says: a.st also holds 'a', b.st ..., a.st lacks 'c'"),
 ]
 
 
