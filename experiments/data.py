@@ -1,13 +1,13 @@
 """The input pipeline: documents, packed rows, checkpointable batches.
 
-A split of the corpus is one long stream of tokens: each document as [bos] text [eos], one
-after the other in the order of the files. Row r of a stream is its tokens r * sequence to
-(r + 1) * sequence; only the last row is padded. So packing needs no plan: a batch is a set
-of row numbers, read straight from arrays in memory or from a mapped `.bin`, and where
-documents begin is found in the row itself. What is shuffled, mixed, repeated and
-checkpointed, by grain, is row numbers. Every process computes the row numbers of the
-global batch, which is next to free, and reads its own part of them: the order depends on the
-seed and the global batch and not on how many devices or processes share the work.
+A split of the corpus is one long stream of tokens: each document as [bos] text [eos], or as
+its chat template writes it, one after the other in the order of the files. Row r of a stream
+is its tokens r * sequence to (r + 1) * sequence; only the last row is padded. So packing needs
+no plan: a batch is a set of row numbers, read straight from arrays in memory or from a mapped
+`.bin`, and where documents begin is found in the row itself. What is shuffled, mixed,
+repeated and checkpointed, by grain, is row numbers. Every process computes the row numbers of
+the global batch, which is next to free, and reads its own part of them: the order depends on
+the seed and the global batch and not on how many devices or processes share the work.
 
 What could be better: text is tokenized anew in every run and held in memory. A corpus beyond
 a few GiB should be tokenized once, to a `.bin`.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments import sources
+from experiments import chat, sources
 from experiments.errors import UserError
 from experiments.packing import Batch, Shard, Stream, TextShard, TokenShard, read_batch
 from experiments.sources import Document, TokenFile
@@ -46,9 +46,11 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Share of each source in a batch. Without: all of every source, once per epoch."""
     field: str = "text"
-    """Where a .jsonl or .parquet document holds its text."""
+    """Where a .jsonl or .parquet document holds its text. A .jsonl document without it may hold
+    a chat in `messages`, or `prompt` and `completion`: loss on what the assistant says, or on
+    the completion."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json."""
+    """`bytes`, or the path of a Hugging Face tokenizer.json or of a folder that holds one."""
     validation_fraction: float = 0.05
     """Part of each source that is held out: documents by a hash of their text, or the tail
     of a .bin. Where the hash leaves a side empty (few documents), the tail of the longest."""
@@ -69,7 +71,7 @@ class Split:
 
     @property
     def bytes(self) -> int:
-        """Bytes of text; of a large `.bin`, estimated from its first tokens."""
+        """Bytes of predicted text; of a large `.bin`, estimated from its first tokens."""
         return sum(shard.bytes for stream in self.streams for shard in stream.shards)
 
     @property
@@ -78,9 +80,14 @@ class Split:
         return sum(shard.documents for stream in self.streams for shard in stream.shards)
 
     @property
+    def predicted(self) -> int:
+        """Tokens that are predicted: that count, and are not the first of their document."""
+        return sum(shard.predicted for stream in self.streams for shard in stream.shards)
+
+    @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token that is predicted: all but the first of each document."""
-        return self.bytes / max(1, self.tokens - self.documents)
+        """Bytes of predicted text per predicted token."""
+        return self.bytes / max(1, self.predicted)
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ class Corpus:
             for shard in shards:
                 few = shard.tokens[:_SAMPLE] if isinstance(shard, TokenShard) else shard.tokens
                 crc = zlib.crc32(np.ascontiguousarray(few).view(np.uint8).data, crc)
+                if isinstance(shard, TextShard) and shard.counted is not None:
+                    crc = zlib.crc32(np.packbits(shard.counted).data, crc)
             found |= {f"{name} tokens": split.tokens, f"checksum of {name} tokens": crc}
         return found
 
@@ -208,6 +217,11 @@ def _load_source(
         for side, shards in zip(sides, (train, held)):
             if side:
                 shards.append(_tokenize(side, tokenizer))
+            if side and shards[0].counted is not None and not shards[0].predicted:
+                raise UserError(
+                    f"source {source}: of {len(side)} documents, among them {side[0].name}, no "
+                    "token counts in the loss: see the chat template's generation blocks"
+                )
     if files:
         token_train, token_held = _split_tokens(files, fraction, tokenizer, source)
         train += token_train
@@ -217,26 +231,29 @@ def _load_source(
 
 def _tokenize(documents: list[Document], tokenizer: "Tokenizer") -> TextShard:
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-    bos = [np.array([tokenizer.bos], dtype)] if tokenizer.bos is not None else []
-    eos = [np.array([tokenizer.eos], dtype)] if tokenizer.eos is not None else []
-    chunks, lengths = [], []
+    chunks, masks, lengths, total = [], [], [], 0
     pending, size = [], 0
     for number, document in enumerate(documents, 1):
         pending.append(document)
         size += len(document.text)
         if size >= _ENCODE_BYTES or number == len(documents):
-            encoded = tokenizer.encode_batch([d.text for d in pending], [d.name for d in pending])
-            parts = [a.astype(dtype) for ids in encoded for a in (*bos, ids, *eos)]
-            chunks.append(np.concatenate(parts))
-            lengths += [len(bos) + len(ids) + len(eos) for ids in encoded]
+            encoded = chat.encode(pending, tokenizer)
+            chunks.append(np.concatenate([e.ids.astype(dtype) for e in encoded]))
+            masks += [e.counted for e in encoded]
+            lengths += [len(e.ids) for e in encoded]
+            total += sum(e.bytes for e in encoded if len(e.ids))
             pending, size = [], 0
+    counted = None
+    if any(mask is not None for mask in masks):
+        masks = [np.ones(n, bool) if m is None else m for m, n in zip(masks, lengths)]
+        counted = np.concatenate(masks)
     # A tokenizer without bos and eos can make nothing of a text; such documents are left out.
-    kept = [document for document, length in zip(documents, lengths) if length]
     return TextShard(
         tokens=np.concatenate(chunks),
         starts=np.cumsum([0, *(length for length in lengths if length)]),
-        names=[document.name for document in kept],
-        bytes=sum(len(document.text) for document in kept),
+        names=[document.name for document, length in zip(documents, lengths) if length],
+        bytes=total,
+        counted=counted,
     )
 
 
@@ -257,7 +274,7 @@ def _split_tokens(
         remaining -= cut
         if 0 < cut < n:
             # The first document that begins within reach; a longer one is cut in two.
-            _, start, _ = whole.read(cut, min(cut + _WHOLE_CHECK, n))
+            _, start, *_ = whole.read(cut, min(cut + _WHOLE_CHECK, n))
             cut += int(np.argmax(start))
         if cut:
             train.append(_token_shard(file, 0, cut, tokenizer))
@@ -279,7 +296,7 @@ def _estimate(shards: list[TokenShard], tokenizer: "Tokenizer") -> list[TokenSha
     """Sets `bytes` and `documents`, in proportion to a sample; exact for one small shard."""
     if not shards:
         return []
-    tokens, start, _ = shards[0].read(0, _SAMPLE)
+    tokens, start, *_ = shards[0].read(0, _SAMPLE)
     size = len(tokenizer.decode(tokens).encode())
     return [
         dataclasses.replace(
@@ -316,7 +333,7 @@ def train_iterator(
       An iterator with grain's `get_state()` and `set_state()`, whose state is JSON. It yields
       dicts of int32 [rows, sequence]:
         tokens: ids.
-        labels: the next token of the same document, -1 where there is none.
+        labels: the next token of the same document, -1 where there is none or it does not count.
         segments: 1, 2, ... for the documents of a row; 0 is padding, in a tail row only.
         positions: within the part of the document that the row holds, from 0.
         documents: numbers for `Corpus.describe`; -1 is padding.

@@ -26,7 +26,8 @@ class TextShard:
     tokens: np.ndarray  # [n] uint16 or uint32
     starts: np.ndarray  # [documents + 1] int64: where each begins, and n
     names: list[str]
-    bytes: int
+    bytes: int  # of the text that is predicted
+    counted: np.ndarray | None = None  # [n] bool: tokens to predict; None: all
 
     @property
     def documents(self) -> int:
@@ -38,12 +39,20 @@ class TextShard:
         """How many document numbers it takes."""
         return len(self.names)
 
-    def read(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens lo to hi, which of them begin a document, and their document numbers."""
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted: those that count, but for the first of each document."""
+        if self.counted is None:
+            return len(self.tokens) - self.documents
+        return int(self.counted.sum()) - int(self.counted[self.starts[:-1]].sum())
+
+    def read(self, lo: int, hi: int) -> tuple[np.ndarray, ...]:
+        """Tokens lo to hi, which of them begin a document, which count, their documents."""
         first, last = np.searchsorted(self.starts, (lo, hi))
         start = np.zeros(hi - lo, bool)
         start[self.starts[first:last] - lo] = True
-        return self.tokens[lo:hi], start, np.cumsum(start) + (first - 1)
+        counted = np.ones(hi - lo, bool) if self.counted is None else self.counted[lo:hi]
+        return self.tokens[lo:hi], start, counted, np.cumsum(start) + (first - 1)
 
     def describe(self, document: int) -> str:
         """Its file, and the line where it begins."""
@@ -68,8 +77,13 @@ class TokenShard:
         """How many document numbers it takes."""
         return -(-len(self.tokens) // _BLOCK)
 
-    def read(self, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens lo to hi, which of them begin a document, and their document numbers."""
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted: all but the first of each document."""
+        return len(self.tokens) - self.documents
+
+    def read(self, lo: int, hi: int) -> tuple[np.ndarray, ...]:
+        """Tokens lo to hi, which of them begin a document, which count, their documents."""
         tokens = self.tokens[lo:hi]
         if len(tokens) and tokens.max() >= self.vocab_size:
             at = int(np.argmax(tokens >= self.vocab_size))
@@ -86,7 +100,7 @@ class TokenShard:
             start[:1] |= lo > 0 and self.tokens[lo - 1] == self.after
         start[:1] |= lo == 0
         begins = np.maximum.accumulate(np.where(start, np.arange(len(tokens)), 0))
-        return tokens, start, (lo + begins) // _BLOCK
+        return tokens, start, np.ones(len(tokens), bool), (lo + begins) // _BLOCK
 
     def describe(self, document: int) -> str:
         """Its file, and the first of the tokens that the number names."""
@@ -118,8 +132,9 @@ class Stream:
         while lo < hi:
             base = int(self.ends[shard]) - len(self.shards[shard].tokens)
             end = min(hi, int(self.ends[shard]))
-            tokens, start, documents = self.shards[shard].read(lo - base, end - base)
-            parts.append((tokens.astype(np.int32), start, documents + self.first_documents[shard]))
+            tokens, *flags, documents = self.shards[shard].read(lo - base, end - base)
+            documents = documents + self.first_documents[shard]
+            parts.append((tokens.astype(np.int32), *flags, documents))
             lo, shard = end, shard + 1
         return tuple(np.concatenate(arrays) for arrays in zip(*parts))
 
@@ -138,16 +153,17 @@ def read_batch(
     shape = (len(rows), sequence + 1)  # one more: the label of a row's last token
     tokens = np.zeros(shape, np.int32)
     start = np.ones(shape, bool)  # padding begins documents, so nothing is its label
+    counted = np.zeros(shape, bool)
     documents = np.full(shape, -1, np.int32)
     for i, row in enumerate(rows):
         if row < 0:
             continue
         number = int(np.searchsorted(firsts, row, side="right")) - 1
         lo = int(row - firsts[number]) * sequence
-        row_tokens, row_start, row_documents = streams[number].read(lo, lo + sequence + 1)
-        n = len(row_tokens)
-        tokens[i, :n], start[i, :n], documents[i, :n] = row_tokens, row_start, row_documents
-    labels = np.where(start[:, 1:], np.int32(-1), tokens[:, 1:])
+        read = streams[number].read(lo, lo + sequence + 1)
+        n = len(read[0])
+        tokens[i, :n], start[i, :n], counted[i, :n], documents[i, :n] = read
+    labels = np.where(counted[:, 1:] & ~start[:, 1:], tokens[:, 1:], np.int32(-1))
     start, documents = start[:, :-1], documents[:, :-1]
     start[:, 0] = True
     real = documents >= 0

@@ -1,7 +1,7 @@
 """The run folder: what lies in it, and how a program gets a trained model out of it.
 
 config.json     every option, and the fingerprint of the tokenizer
-tokenizer.json  a copy, where the tokenizer is a file
+tokenizer.json  a copy, where the tokenizer is a file, and of what belongs to it: its chat template
 env.json        versions, devices, commit, command of the newest start
 metrics.jsonl   one object a logged step
 loss.png  sample.txt
@@ -71,10 +71,10 @@ class Run:
 
 
 def write_config(folder: Path, config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Writes `config.json`, and keeps a copy of the tokenizer where it is a file."""
+    """Writes `config.json`, and keeps a copy of the tokenizer where it is in files."""
     folder.mkdir(parents=True, exist_ok=True)
-    if config.data.tokenizer != "bytes":
-        (folder / "tokenizer.json").write_bytes(Path(config.data.tokenizer).read_bytes())
+    for name, path in tokenizers.files(config.data.tokenizer).items():
+        (folder / name).write_bytes(path.read_bytes())
     write_json(
         folder / "config.json",
         dataclasses.asdict(config) | {"tokenizer_fingerprint": tokenizer.fingerprint},

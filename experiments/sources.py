@@ -3,8 +3,9 @@
 A source is a word for one place: `stdlib`, a file, a folder or a glob. Its files are
 sorted by name, so that the order of documents depends on the files and on nothing else.
 A file is read by its suffix: `.jsonl` and `.parquet` hold one document a line or row,
-`.bin` holds token ids, everything else is one document of text. Text is read whole (it is
-about to become tokens in memory); a `.bin` is mapped and never read whole.
+`.bin` holds token ids, everything else is one document of text. A line of `.jsonl` may also
+hold a chat, or a prompt and its completion. Text is read whole (it is about to become tokens
+in memory); a `.bin` is mapped and never read whole.
 """
 
 import glob
@@ -16,7 +17,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +34,16 @@ _LLMC_FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 class Document(NamedTuple):
     """One piece of text that is never attended to from another."""
 
-    text: bytes
+    text: bytes  # of a chat: what its messages say, one after the other
     file: str
     line: int = 0  # of the file, from 1, where the document begins; 0: it is the whole file
+    prompt: int = 0  # so many bytes are a prompt, which is not learnt; the rest completes it
+    chat: dict[str, Any] | None = None  # `messages` and `tools`, for the tokenizer's template
+
+    @property
+    def whole(self) -> bool:
+        """Whether it makes no sense in parts."""
+        return self.prompt > 0 or self.chat is not None
 
     @property
     def name(self) -> str:
@@ -103,16 +111,18 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[Document]:
 
     Args:
       paths: the files; a name that ends in `.gz` is decompressed.
-      field: where a `.jsonl` object or a `.parquet` row holds its text.
+      field: where a `.jsonl` object or a `.parquet` row holds its text. An object without
+        it may have `messages`, or `prompt` and `completion`.
 
     Raises:
-      UserError: a file cannot be read, a line is not JSON, or the field is missing.
+      UserError: a file cannot be read, a line is not JSON, a field is missing, or holds what
+        it should not.
     """
     for path in paths:
         suffix = Path(path.name.removesuffix(".gz")).suffix
         read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(suffix, _read_text)
         try:
-            yield from (document for document in read(path, field) if document.text)
+            yield from (d for d in read(path, field) if d.text or d.chat)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"cannot read {path}: {error}") from error
 
@@ -137,10 +147,79 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
                 raise UserError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: not a JSON object with a field {field!r}")
-            if field not in record:
-                fields = ", ".join(record)
-                raise UserError(f"{path}:{number}: no field {field!r}; it has: {fields}")
-            yield Document(_utf8(record[field], f"{path}:{number}", field), str(path), number)
+            yield _from_record(record, field, path, number)
+
+
+def _from_record(record: dict[str, Any], field: str, path: Path, line: int) -> Document:
+    """The document of a `.jsonl` object, by the fields that it has."""
+    where, file = f"{path}:{line}", str(path)
+    by_name = field == "messages" and isinstance(record.get(field), list)  # it is a chat
+    if field in record and not by_name:
+        return Document(_utf8(record[field], where, field), file, line)
+    if "messages" in record:
+        messages, tools = check_messages(record["messages"], where), record.get("tools")
+        if tools is not None and not _is_objects(tools):
+            raise UserError(f"{where}: 'tools' holds no list of objects")
+        text = "\n".join(filter(None, map(_said, messages)))
+        chat = {"messages": messages, "tools": tools}
+        return Document(_utf8(text, where, "messages"), file, line, chat=chat)
+    if "prompt" in record and "completion" in record:
+        prompt, rest = (_utf8(record[f], where, f) for f in ("prompt", "completion"))
+        return Document(prompt + rest, file, line, prompt=len(prompt))
+    raise UserError(
+        f"{where}: no field {field!r}; it has: {', '.join(record) or 'none'}; legal are also "
+        "'messages', or 'prompt' and 'completion'"
+    )
+
+
+def check_messages(messages: object, where: str) -> list[dict[str, Any]]:
+    """The messages of a chat, once they are found to be such.
+
+    Args:
+      messages: should be a list of objects, each with a `role` and a `content`: a string, or
+        a list of `{"type": "text", "text": ...}`. Who calls tools need not say anything.
+      where: their name in an error.
+
+    Raises:
+      UserError: they are not.
+    """
+    if not isinstance(messages, list) or not messages or not _is_objects(messages):
+        raise UserError(f"{where}: 'messages' holds no list of {{role, content}} objects")
+    for number, message in enumerate(messages, 1):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise UserError(
+                f"{where}: message {number}: its 'role' is {_short(role)}, not a name such as "
+                "'system', 'user' or 'assistant'"
+            )
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            continue
+        parts = content if isinstance(content, list) else [content]
+        if bad := [part for part in parts if not _is_text(part)]:
+            raise UserError(
+                f"{where}: message {number}: its 'content' holds {_short(bad[0])}: legal are a "
+                'string, and a list of {"type": "text", "text": ...}'
+            )
+    return messages
+
+
+def _is_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_text(part: object) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
+
+
+def _short(value: object) -> str:
+    return text if len(text := repr(value)) <= 60 else f"{text[:57]}..."
+
+
+def _said(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Document]:
@@ -182,17 +261,27 @@ def split_documents(
 
     Returns:
       Both sides. Where the hash leaves one empty (few documents), the tail of the longest
-      document is held out.
+      document is held out; among chats and completions, which are not cut, one of them.
 
     Raises:
       UserError: the text is too short to be cut in two.
     """
     if fraction == 0:
         return documents, []
+    digests = [hashlib.blake2b(d.text, digest_size=8).digest() for d in documents]
+    least = [int.from_bytes(digest) for digest in digests]
+    limit = fraction * 2**64
+    if any(d.whole for d in documents) and not min(least) < limit <= max(least):
+        if min(least) == max(least):
+            raise UserError(
+                f"source {source} holds one chat or completion: too little to hold out "
+                "validation; give --data.validation"
+            )
+        # The nearest limit that leaves neither side empty.
+        limit = min(n for n in least if n > min(least)) if limit <= min(least) else max(least)
     train, held = [], []
-    for document in documents:
-        digest = hashlib.blake2b(document.text, digest_size=8).digest()
-        (held if int.from_bytes(digest) < fraction * 2**64 else train).append(document)
+    for document, number in zip(documents, least):
+        (held if number < limit else train).append(document)
     if train and held:
         return train, held
     longest = max(documents, key=lambda document: len(document.text))

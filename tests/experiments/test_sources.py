@@ -11,7 +11,7 @@ import pytest
 from experiments import tokenizer
 from experiments.data import DataConfig, load_corpus
 from experiments.errors import UserError
-from experiments.sources import read_documents, resolve
+from experiments.sources import Document, read_documents, resolve
 
 
 def load(source, **options):
@@ -33,6 +33,32 @@ def test_every_format_holds_the_same_text(tmp_path):
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d", "d/*.txt.gz", "**/[abc].jsonl"):
         documents = read_documents(resolve(str(tmp_path / name)), "body")
         assert [d.text.decode() for d in documents] == texts, name
+
+
+def test_kinds_of_a_record(tmp_path):
+    said = [{"type": "text", "text": t} for t in "bc"]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+    records = [
+        {"text": "t", "messages": messages, "prompt": "p", "completion": "c"},
+        {"messages": messages, "prompt": "p", "completion": "c", "tools": [{}]},
+        {"prompt": "é", "completion": "c", "id": 1},
+        {"prompt": "", "completion": ""},
+        {"prompt": "", "completion": "c"},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    found = list(read_documents([path], "text"))
+    name = str(path)
+    assert found == [
+        Document(b"t", name, 1),
+        Document(b"a\nbc", name, 2, 0, {"messages": messages, "tools": [{}]}),
+        Document("éc".encode(), name, 3, 2),
+        Document(b"c", name, 5),
+    ]
+    path.write_text(json.dumps(records[0]))
+    (by_name,) = read_documents([path], "messages")
+    assert by_name.chat == {"messages": messages, "tools": None}
+    assert [d.text for d in read_documents([path], "prompt")] == [b"p"]
 
 
 def bad(tmp_path, name, content=b""):

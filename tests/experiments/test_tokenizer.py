@@ -63,6 +63,30 @@ def test_bpe_round_trips_and_adds_nothing(bpe):
     assert [t.decode(ids) for ids in batch] == ["x", TEXT]
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_offsets_are_bytes_of_whole_characters(bpe, special):
+    """An emoji of four ids is one place; a folder is as good as its file."""
+    text = "e\u0301 €\U0001f600<|end_of_text|> naïve"
+    for t in (tokenizer.load("bytes"), tokenizer.load(str(bpe.parent))):
+        (ids, offsets), (none, empty) = t.encode_offsets(
+            [text.encode(), b""], ["a", "b"], special=special
+        )
+        assert none.shape == (0,) and empty.shape == (0, 2)
+        assert ids.dtype == np.int32 and offsets.dtype == np.int64 and len(ids) == len(offsets)
+        found = special and t.name != "bytes"
+        assert (t.eos in ids) == found
+        if not found:
+            assert ids.tolist() == t.encode(text.encode()).tolist()
+        assert offsets[0, 0] == 0 and offsets[-1, 1] == len(text.encode())
+        assert (offsets[1:, 0] <= offsets[:-1, 1]).all() and (np.diff(offsets, axis=0) >= 0).all()
+        if t.name != "bytes":  # where characters are cut, all of their ids have all of them
+            pieces = [text.encode()[lo:hi].decode() for lo, hi in offsets]
+            assert pieces.count("\U0001f600") == 4 and "\u0301" in pieces
+            assert ("<|end_of_text|>" in pieces) == special
+    with pytest.raises(UserError, match="b: byte 0 is not UTF-8"):
+        tokenizer.load(str(bpe)).encode_offsets([b"", b"\xff"], ["a", "b"])
+
+
 @pytest.mark.parametrize("text", [TEXT, "a", "", "é", "日本語", "\ufffd ok", "tail €"])
 def test_streaming_equals_decoding_at_once(bpe, text):
     for t in (tokenizer.load("bytes"), tokenizer.load(str(bpe))):
