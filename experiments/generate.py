@@ -24,10 +24,10 @@ import numpy as np
 from experiments import chat, cli
 from experiments.errors import UserError, user_errors
 from experiments.tokenizer import Tokenizer
-from experiments.trained import Trained, open_trained
+from experiments.trained import open_trained
 from jaxaccel import decode
 from jaxaccel.decode import Burst, Sampling
-from jaxaccel.nn import Decoder
+from jaxaccel.nn import Decoder, MtpConfig
 
 CACHES = {"auto": None, "bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}
 
@@ -152,16 +152,16 @@ def complete(decoder: Decoder, tokenizer: Tokenizer, prompt: str, **options: Any
     return "".join(text_of(tokenizer, bursts_of(decoder, tokenizer, ids, **options)))
 
 
-def drafts_of(trained: Trained, gamma: int | None) -> int:
+def drafts_of(folder: Path, mtp: MtpConfig, gamma: int | None) -> int:
     """Drafts of a pass: as asked for, or as many as the model's heads make.
 
     Raises:
       UserError: the model has no heads.
     """
-    depth = trained.mtp.depth
+    depth = mtp.depth
     if not depth:
         raise UserError(
-            f"{trained.folder} has no heads that could draft: train with --mtp.depth 1 "
+            f"{folder} has no heads that could draft: train with --mtp.depth 1 "
             "(python -m experiments.train --run-dir DIR --mtp.depth 1)"
         )
     if gamma is not None and gamma < 1:
@@ -187,7 +187,7 @@ def main(config: GenerateConfig) -> None:
         )
     with user_errors():
         sampling = Sampling(config.temperature, config.top_k, config.top_p, config.seed)
-    gamma = drafts_of(trained, config.gamma) if config.speculative else 0
+    gamma = drafts_of(trained.folder, trained.mtp, config.gamma) if config.speculative else 0
     decoder = trained.decoder()
     options = {
         "stop": trained.stop,

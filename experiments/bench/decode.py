@@ -125,7 +125,7 @@ def measure(run: Run, config: DecodeConfig) -> dict[str, Any]:
             )
         return [token for burst in made.watch(bursts) for token in burst.tokens[0]], made
 
-    gamma = drafts_of(run, config.gamma)
+    gamma = drafts_of(run.folder, run.config.mtp, config.gamma)
     if config.gamma is None:
         legal = range(1, 5 if run.config.mtp.depth == 1 else run.config.mtp.depth + 1)
         if run.config.mtp.kind == "parallel":
