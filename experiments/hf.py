@@ -10,6 +10,7 @@ out.
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import shutil
@@ -165,17 +166,18 @@ def _parameter(weights: Weights, p: Parameter, where: NamedSharding, dtype: Any)
         return _tensor(weights, p.names[0], p, where, dtype)
     _, *rest = (*where.spec, *[None] * (len(p.shape) - len(where.spec)))
     one = NamedSharding(where.mesh, PartitionSpec(*rest))
-    stack = jax.jit(lambda: jnp.zeros(p.shape, dtype), out_shardings=where)()
-    # In place: the stack is not copied for each of its layers.
-    put = jax.jit(
-        lambda stack, x, i: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0),
-        donate_argnums=0,
-        out_shardings=where,
-    )
+    stack = jnp.zeros(p.shape, dtype, device=where)
     for i, name in enumerate(p.names):
-        stack = put(stack, _tensor(weights, name, p, one, dtype), i)
+        stack = _put(where)(stack, _tensor(weights, name, p, one, dtype), i)
         jax.block_until_ready(stack)  # or tensors would pile up on the host
     return stack
+
+
+@functools.cache
+def _put(where: NamedSharding) -> Any:
+    """`(stack, x, i) -> stack` with x at i, in place: it is not copied for each of its layers."""
+    put = lambda stack, x, i: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+    return jax.jit(put, donate_argnums=0, out_shardings=where)
 
 
 def _tensor(weights: Weights, name: str, p: Parameter, where: NamedSharding, dtype: Any) -> Array:
