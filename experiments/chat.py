@@ -136,8 +136,8 @@ def _render_spans(tokenizer: "Tokenizer", document: Document) -> tuple[bytes, li
         before, after = render(messages[:i], ask=True), render(messages[: i + 1])
         if not (whole.startswith(after) and after.startswith(before)):
             raise UserError(
-                f"{name}: message {i + 1}: the chat template writes it in another way at the end "
-                "of a chat, so that what the assistant says cannot be told: put "
+                f"{name}: message {i + 1}: the chat template begins a chat in another way where "
+                "more of it follows, so that what the assistant says cannot be told: put "
                 "{% generation %} and {% endgeneration %} around that in the template"
             )
         spans.append((len(_utf8(before, name)), len(_utf8(after, name))))

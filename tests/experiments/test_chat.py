@@ -238,10 +238,8 @@ def test_where_a_template_lies(tmp_path):
     (tmp_path / "a" / "tokenizer_config.json").unlink()
     assert tokenizer.load(str(tmp_path / "a")).fingerprint == plain.fingerprint
     assert len({t.fingerprint for t in (plain, listed, both)}) == 3
-    for content in ("[]", "{", b"\xff"):
-        (tmp_path / "a" / "tokenizer_config.json").write_bytes(
-            content if isinstance(content, bytes) else content.encode()
-        )
+    for content in (b"[]", b"{", b"\xff"):
+        (tmp_path / "a" / "tokenizer_config.json").write_bytes(content)
         with pytest.raises(UserError, match=r"cannot read .*a/tokenizer_config.json: "):
             tokenizer.load(str(tmp_path / "a"))
 
@@ -346,6 +344,11 @@ BAD = {
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length }}",
         turns("a", "b", "c", "d"),
         r"a.jsonl:2: message 2: .*\{% generation %\}",
+    ),
+    "asks otherwise": (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ '?' if add_generation_prompt }}",
+        [USER, SAID],
+        "a.jsonl:2: message 2: .* begins a chat in another way",
     ),
     "mark": (MARKED, turns("\ufdd0", "x"), r"a.jsonl:2: holds U\+FDD0 or U\+FDD1"),
     "half a pair": (CHATML, turns("\ud83d", "x"), r"a.jsonl:2: holds half .* '\\ud83d'"),
