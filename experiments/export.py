@@ -20,7 +20,7 @@ from experiments import tokenizer as tokenizer_program
 from experiments.hf_config import Description
 from experiments.manifest import write_json
 from experiments.run import Run, load_run
-from experiments.tokenizer import Tokenizer
+from experiments.tokenizer import BOS, EOS, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,32 +68,45 @@ def byte_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
-    names = ["<|begin_of_text|>", "<|end_of_text|>"]
+    names = [BOS, EOS]
     made.add_special_tokens(names)
     assert [made.token_to_id(name) for name in names] == [tokenizer.bos, tokenizer.eos]
     return made
 
 
 def tokenizer_files(run: Run, context: int, folder: Path) -> dict[str, Path]:
-    """The tokenizer's files, by name; those that the run does not have are made in `folder`."""
+    """The tokenizer's files, by name.
+
+    Where a `tokenizer_config.json` is missing it is made, in `folder`, with a `tokenizer.json`
+    that begins a text as it was begun in training.
+    """
     bytes_only = run.config.data.tokenizer == "bytes"
     files = tokenizer_program.files("bytes" if bytes_only else str(run.folder))
+    if "tokenizer_config.json" in files:
+        return files
     if bytes_only:
-        files["tokenizer.json"] = folder / "tokenizer.json"
-        byte_tokenizer(run.tokenizer).save(str(files["tokenizer.json"]))
-    if "tokenizer_config.json" not in files:
+        model = byte_tokenizer(run.tokenizer)
+    else:
         model = tokenizers.Tokenizer.from_file(str(files["tokenizer.json"]))
-        name = lambda i: None if i is None else model.id_to_token(i)
-        files["tokenizer_config.json"] = folder / "tokenizer_config.json"
-        content = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": name(run.tokenizer.bos),
-            "eos_token": name(run.tokenizer.eos),
-            "model_max_length": context,
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(files["tokenizer_config.json"], content)
-    return files
+    bos, eos = (
+        i if i is None else model.id_to_token(i) for i in (run.tokenizer.bos, run.tokenizer.eos)
+    )
+    if bos is not None and model.post_processor is None:
+        model.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, run.tokenizer.bos)]
+        )
+    made = {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
+    model.save(str(made["tokenizer.json"]))
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bos is not None,
+        "bos_token": bos,
+        "eos_token": eos,
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(made["tokenizer_config.json"], content)
+    return files | made
 
 
 def main(config: ExportConfig) -> None:

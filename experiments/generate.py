@@ -161,7 +161,7 @@ def drafts_of(folder: Path, mtp: MtpConfig, gamma: int | None) -> int:
     depth = mtp.depth
     if not depth:
         raise UserError(
-            f"{folder} has no heads that could draft: train with --mtp.depth 1 "
+            f"{folder} was trained without heads that could draft: train with --mtp.depth 1 "
             "(python -m experiments.train --run-dir DIR --mtp.depth 1)"
         )
     if gamma is not None and gamma < 1:

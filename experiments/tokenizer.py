@@ -26,6 +26,7 @@ from experiments.errors import UserError
 _BOS = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>", "<|endoftext|>")
 _EOS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
+BOS, EOS = _BOS[0], _EOS[0]  # of tokenizers that are made here
 # What lies beside a tokenizer.json and belongs to it.
 _COMPANIONS = (
     "tokenizer_config.json",
@@ -202,7 +203,9 @@ def load(spec: str) -> Tokenizer:
         model = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{spec} is no tokenizer.json: {error}") from error
-    return _from_model(model, json.loads(text), spec, *_chat_settings(found))
+    settings = _read_object(found.get("tokenizer_config.json"))
+    chat = _chat_settings(found, settings)
+    return _from_model(model, json.loads(text), spec, settings, *chat)
 
 
 def files(spec: str) -> dict[str, Path]:
@@ -219,9 +222,10 @@ def files(spec: str) -> dict[str, Path]:
     return {"tokenizer.json": path} | {n: p for n, p in beside.items() if p.is_file()}
 
 
-def _chat_settings(found: Mapping[str, Path]) -> tuple[str | None, dict[str, str]]:
+def _chat_settings(
+    found: Mapping[str, Path], config: Mapping[str, Any]
+) -> tuple[str | None, dict[str, str]]:
     """The chat template of a tokenizer, and the special tokens that it may name."""
-    config = _read_object(found.get("tokenizer_config.json"))
     special = {}
     for key, value in [
         *_read_object(found.get("special_tokens_map.json")).items(),
@@ -258,6 +262,7 @@ def _from_model(
     model: tokenizers.Tokenizer,
     content: dict[str, Any],
     name: str,
+    settings: Mapping[str, Any],
     chat_template: str | None,
     special_tokens: Mapping[str, str],
 ) -> Tokenizer:
@@ -270,12 +275,18 @@ def _from_model(
     # "<|endoftext|>" spelt out in a document is text, not the end of the document.
     model.encode_special_tokens = True
     begin, end = _template(content.get("post_processor"))
-    bos = next((i for n in (*begin, *_BOS) if (i := model.token_to_id(n)) is not None), None)
-    eos = next((i for n in (*end, *_EOS) if (i := model.token_to_id(n)) is not None), None)
+    first = lambda names: next((i for n in names if (i := model.token_to_id(n)) is not None), None)
+    bos, eos = guessed = first([*begin, *_BOS]), first([*end, *_EOS])
+    if settings:  # as transformers does it, which begins a text with what it is told to
+        told = [special_tokens.get("bos_token", "")] if settings.get("add_bos_token") else []
+        bos = first([*begin, *told])
+        eos = first([*end, special_tokens.get("eos_token", ""), *_EOS])
     mapping = {k: v for k, v in content.items() if k not in ("truncation", "padding", "version")}
     canonical = json.dumps(mapping, sort_keys=True).encode()
     if chat_template is not None:
         canonical += json.dumps([chat_template, dict(special_tokens)], sort_keys=True).encode()
+    if (bos, eos) != guessed:
+        canonical += json.dumps([bos, eos]).encode()
 
     def encode(texts):
         encodings = model.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -348,7 +359,7 @@ def train_bpe(documents: Iterator[bytes], vocab_size: int) -> tokenizers.Tokeniz
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_BOS[0], _EOS[0]],
+        special_tokens=[BOS, EOS],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
