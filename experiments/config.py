@@ -1,13 +1,17 @@
 """What a training run is made of, and which part of it makes it that run and no other."""
 
 import dataclasses
+import math
 from typing import Any, Literal
+
+import jax
 
 from experiments.data import DataConfig
 from experiments.errors import UserError, user_errors
-from jaxaccel import schedules
+from experiments.hf_names import abstract
+from jaxaccel import optim, schedules
 from jaxaccel.fp8 import Scaling
-from jaxaccel.nn import DecoderConfig, MtpConfig
+from jaxaccel.nn import DecoderConfig, MtpConfig, flops_per_token
 from jaxaccel.optim import OptimizerConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.step_config import check_batch, check_overlap, check_pipeline
@@ -165,6 +169,20 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         check_overlap(config.model, step, sizes)
         check_pipeline(config.model, step, sizes["stage"])
         check_batch(step, sizes, config.batch, config.sequence)
+
+
+def model_flops(config: TrainConfig) -> float:
+    """Model FLOP of one token: `flops_per_token`, without the gradients of weights that stay."""
+    total = flops_per_token(config.model, config.sequence, config.mtp)
+    if config.freeze:
+        params = abstract(config.model, config.mtp)
+        trained = jax.tree.leaves(optim.trainable(params, config.freeze))
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        head = "embedding" if config.model.tied_head else "head"
+        for (path, leaf), yes in zip(leaves, trained):
+            times = {"kernel": 1, head: 1 + config.mtp.depth}.get(path[-1].key, 0)
+            total -= 0 if yes else 2.0 * times * math.prod(leaf.shape)
+    return total
 
 
 def step_config(config: TrainConfig) -> StepConfig:

@@ -7,6 +7,8 @@ for the devices at hand; `peak_of` is where they differ. Peaks are *compiled*.
 import dataclasses
 from collections.abc import Callable
 
+import jax
+
 from experiments.config import TrainConfig
 from experiments.errors import UserError, user_errors
 from jaxaccel.budget import CANDIDATES, GIB, Fit, fit_remat
@@ -45,6 +47,13 @@ def check_floor(floor: int, limit: float) -> None:
             "and optimizer state on each device, which rematerialisation cannot lower; more "
             "devices on the mesh's fsdp axis can"
         )
+
+
+def memory_limit(config: TrainConfig, device: jax.Device) -> float | None:
+    """Bytes that a step may take of one device; None where neither user nor device says."""
+    if config.budget_gib is not None:
+        return config.budget_gib * GIB
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def changes_that_fit(

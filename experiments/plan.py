@@ -17,14 +17,14 @@ from pathlib import Path
 import jax
 
 from experiments import cli, configs, fp8, plan_pipeline, pretrained
-from experiments.config import ALIASES, TrainConfig, check_options, step_config
+from experiments.config import ALIASES, TrainConfig, check_options, model_flops, step_config
 from experiments.errors import UserError, user_errors
 from experiments.fit import check_floor, fit
 from experiments.plan_plot import check_picture, draw
 from jaxaccel import optim, plan, remat, sharding, target
 from jaxaccel.budget import GIB
 from jaxaccel.memory import sharded_bytes
-from jaxaccel.nn import flops_per_token, mtp_shares
+from jaxaccel.nn import mtp_shares
 from jaxaccel.plan import Analysis, Report
 from jaxaccel.target import MAX_GPUS_PER_NODE, MissingExtra, Target
 from jaxaccel.timeline import CostModel
@@ -77,8 +77,9 @@ class Compiled:
             state.opt_state,
             CostModel(self.on),
             config=name,
-            model_flops=flops_per_token(config.model, config.sequence, config.mtp) * tokens,
+            model_flops=model_flops(config) * tokens,
             mtp=mtp_shares(config.model, config.sequence, config.mtp),
+            trained=optim.trainable(state.params, config.freeze),
             pipeline=plan_pipeline.schedule(config, self.stages),
         )
 

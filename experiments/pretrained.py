@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from experiments import hf, hf_config
 from experiments.config import TrainConfig
 from experiments.errors import UserError
+from experiments.tokenizer import Tokenizer
+from jaxaccel.nn import DecoderConfig
 
 ORIGIN = "origin.json"  # in the run folder: the `config.json` of the model it began with
 
@@ -43,6 +45,16 @@ def with_model[T: TrainConfig](config: T, preset: TrainConfig) -> T:
     if data.tokenizer == "bytes" and own.is_file():
         data = dataclasses.replace(data, tokenizer=str(own))
     return dataclasses.replace(config, model=found.model, data=data)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, folder: str | Path = "") -> None:
+    """Refuses a tokenizer that is larger than the embedding, of the model in `folder` if any."""
+    ids, rows = tokenizer.vocab_size, model.vocab_size
+    if ids > rows:
+        remedy = f"take the one of {folder}" if folder else f"pass --model.vocab-size {ids} or more"
+        raise UserError(
+            f"tokenizer {tokenizer.name} has {ids} ids, the model's vocabulary {rows}: {remedy}"
+        )
 
 
 def find(config: TrainConfig) -> hf.Weights | None:

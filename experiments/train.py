@@ -34,7 +34,7 @@ from experiments import (
 )
 from experiments import tokenizer as tokenizers
 from experiments.allocator import keep_freed_memory
-from experiments.config import ALIASES, TrainConfig, check_options, step_config
+from experiments.config import ALIASES, TrainConfig, check_options, model_flops, step_config
 from experiments.errors import RunStopped, UserError, user_errors
 from experiments.eval import mean_loss
 from experiments.group import Group
@@ -48,7 +48,7 @@ from jaxaccel.budget import GIB
 from jaxaccel.decode import Sampling
 from jaxaccel.fp8 import is_cold
 from jaxaccel.memory import sharded_bytes
-from jaxaccel.nn import flops_per_token, parameter_count
+from jaxaccel.nn import parameter_count
 from jaxaccel.plan import peak_bytes
 from jaxaccel.train_step import StepMetrics, TrainStep, abstract_batch, make_train_step
 
@@ -123,11 +123,7 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
 
     # ---- Tokenizer and text -------------------------------------------------------------
     tokenizer = tokenizers.load(config.data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, the model's vocabulary "
-            f"{config.model.vocab_size}: pass --model.vocab-size {tokenizer.vocab_size} or more"
-        )
+    pretrained.check_vocabulary(tokenizer, config.model, config.init_from)
     saved_fp8 = config.fp8
     if (folder / "config.json").exists():
         saved_fp8 = run.check_same(folder, config, tokenizer).fp8
@@ -152,7 +148,7 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
         batch = abstract_batch(made, config.batch, config.sequence)
         return peak_bytes(made.step.lower(made.abstract_state, batch).compile())
 
-    limits = group.exchange("memory limit", memory_limit(config, own_device))
+    limits = group.exchange("memory limit", fit.memory_limit(config, own_device))
     limit = min((limit for limit in limits if limit is not None), default=None)
     if config.remat == "auto":
         if limit is None:
@@ -199,7 +195,7 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
 
     # ---- Train --------------------------------------------------------------------------
     peak = metrics.peak_flops(own_device, precision.COMPUTE_DTYPES[config.precision])
-    flops = flops_per_token(config.model, config.sequence, config.mtp)
+    flops = model_flops(config)
     profile = Profile(config.profile if group.first else "", folder / "profile")
     stop = StopRequest(config.time_limit)
     log = RunLog(
@@ -360,17 +356,10 @@ def train(name: str, config: TrainConfig, group: Group) -> int:
     return 0
 
 
-def memory_limit(config: TrainConfig, device: jax.Device) -> float | None:
-    """Bytes that a step may take of one device; None where neither user nor device says."""
-    if config.budget_gib is not None:
-        return config.budget_gib * GIB
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
 def describe(config: TrainConfig, sizes: dict[str, int]) -> str:
     """What the options come to."""
     count = parameter_count(config.model, config.mtp)
-    flops = flops_per_token(config.model, config.sequence, config.mtp)
+    flops = model_flops(config)
     tokens = config.batch * config.sequence
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return (

@@ -68,11 +68,7 @@ def open_model(folder: Path) -> Trained:
     """
     found = hf_config.read(folder)
     tokenizer = tokenizers.load(str(folder / "tokenizer.json"))
-    if tokenizer.vocab_size > found.model.vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids, and the embedding in "
-            f"{folder} {found.model.vocab_size}: this is not its tokenizer"
-        )
+    pretrained.check_vocabulary(tokenizer, found.model, folder)
     weights = hf.find(folder, found.model, found.mtp)
     device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16

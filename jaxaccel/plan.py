@@ -125,6 +125,7 @@ def analyse(
     model_flops: float,
     mtp: tuple[float, float] = (0.0, 0.0),
     data: tuple[str, ...] = ("batch",),
+    trained: PyTree[bool] | None = None,
     pipeline: Schedule | None = None,
 ) -> Analysis:
     """Reads a compiled training step.
@@ -139,6 +140,7 @@ def analyse(
         (`nn.flops_per_token` times tokens); the numerator of MFU.
       mtp: from `nn.mtp_shares`, for a model with heads that predict further ahead.
       data: names of the step's arguments that carry the batch.
+      trained: which parameters have gradients, from `optim.trainable`; None: all.
       pipeline: the schedule, of a step with stages.
 
     Returns:
@@ -173,10 +175,13 @@ def analyse(
     total = sum(work.values(), 0.0)
     repeated = sum(m.count * m.flops for m in found if m.recomputed)
 
+    with_gradients = parameters
+    if trained is not None:
+        with_gradients = jax.tree.map(lambda x, yes: x if yes else None, parameters, trained)
     sizes = {
         "parameters": memory.sharded_bytes(parameters),
         "optimizer": memory.sharded_bytes(optimizer),
-        "gradients": memory.sharded_bytes(parameters),
+        "gradients": memory.sharded_bytes(with_gradients),
     }
     waiting = sum(s.shape.bytes for s in saved if not s.shape.host)
     # MFU is against the dense rate of the compute type; FP8 runs against bfloat16's.
