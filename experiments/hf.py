@@ -3,9 +3,9 @@
 A folder holds `config.json` (`hf_config`), weights (`safetensors`, by the names of `hf_names`) and
 a tokenizer. Kernels lie transposed in the files, [out, in], and layers are stacked here.
 
-Tensors go one at a time from the file to their shards: the host holds a tensor, in float32, beside
-what its own devices have. Weights in FP8 with a scale a block (`weight_scale_inv`) are multiplied
-out.
+Tensors go one at a time from the file to their shards, where they are turned and cast: the host
+holds one, as it is stored, beside what its own devices have. Weights in FP8 with a scale a block
+(`weight_scale_inv`) are multiplied out.
 """
 
 import dataclasses
@@ -162,37 +162,40 @@ def load(weights: Weights, mesh: Mesh, dtype: Any = jnp.float32) -> dict[str, An
 
 
 def _parameter(weights: Weights, p: Parameter, where: NamedSharding, dtype: Any) -> Array:
+    spec = (*where.spec, *[None] * (len(p.shape) - len(where.spec)))
     if not p.stacked:
-        return _tensor(weights, p.names[0], p, where, dtype)
-    _, *rest = (*where.spec, *[None] * (len(p.shape) - len(where.spec)))
-    one = NamedSharding(where.mesh, PartitionSpec(*rest))
+        return _tensor(weights, p.names[0], p.stored, where).astype(dtype)
+    one = spec[:0:-1] if p.transposed else spec[1:]
     stack = jnp.zeros(p.shape, dtype, device=where)
     for i, name in enumerate(p.names):
-        stack = _put(where)(stack, _tensor(weights, name, p, one, dtype), i)
+        x = _tensor(weights, name, p.stored, NamedSharding(where.mesh, PartitionSpec(*one)))
+        stack = _put(where, p.transposed)(stack, x, i)
         jax.block_until_ready(stack)  # or tensors would pile up on the host
     return stack
 
 
 @functools.cache
-def _put(where: NamedSharding) -> Any:
+def _put(where: NamedSharding, transposed: bool) -> Any:
     """`(stack, x, i) -> stack` with x at i, in place: it is not copied for each of its layers."""
-    put = lambda stack, x, i: jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+
+    def put(stack: Array, x: Array, i: int) -> Array:
+        x = (x.T if transposed else x).astype(stack.dtype)
+        return jax.lax.dynamic_update_index_in_dim(stack, x, i, 0)
+
     return jax.jit(put, donate_argnums=0, out_shardings=where)
 
 
-def _tensor(weights: Weights, name: str, p: Parameter, where: NamedSharding, dtype: Any) -> Array:
-    """One tensor on its devices; each distinct part is read once."""
+def _tensor(weights: Weights, name: str, shape: tuple[int, ...], where: NamedSharding) -> Array:
+    """One tensor as it is stored, on its devices; each distinct part is read once."""
     parts: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
-        key = tuple(s.indices(n)[:2] for s, n in zip(index, p.one))
+        key = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
         if key not in parts:
-            index = index[::-1] if p.transposed else index
-            x = read(weights.tensors, name, index[0])[:, *index[1:]]
-            parts[key] = np.ascontiguousarray(x.T if p.transposed else x, dtype=dtype)
+            parts[key] = read(weights.tensors, name, index[0])[:, *index[1:]]
         return parts[key]
 
-    return jax.make_array_from_callback(p.one, where, part)
+    return jax.make_array_from_callback(shape, where, part)
 
 
 def read(tensors: Mapping[str, Stored], name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -204,12 +207,12 @@ def read(tensors: Mapping[str, Stored], name: str, rows: slice = slice(None)) ->
       rows: of its first dim.
 
     Returns:
-      [rows, ...] of the stored dtype, or float32 where that is FP8.
+      [rows, ...] of the stored dtype; float32 where that is FP8 or float64.
     """
     tensor, scale = tensors[name], tensors.get(name + BLOCK_SCALE)
     values = tensor.read(rows)
     if scale is None:
-        return values
+        return values.astype(np.float32) if values.dtype == np.float64 else values
     first, last, _ = rows.indices(tensor.shape[0])
     sides = _block(tensor, scale)
     factors = scale.read(slice(first // sides[0], -(-last // sides[0]))).astype(np.float32)

@@ -147,8 +147,8 @@ def read(folder: str | Path) -> Description:
         raise UserError(f"{path} holds no JSON object")
     if "tokenizer_fingerprint" in content:
         raise UserError(
-            f"{folder} is a run of this program, not a released model: pass it as --run, or "
-            "python -m experiments.export it first"
+            f"{folder} is a run of this program, not a released model; this makes one of it: "
+            f"python -m experiments.export --run {folder} --to FOLDER"
         )
     return parse(content, path)
 
