@@ -24,6 +24,7 @@ class Family:
     model_type: str
     built_in: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `DecoderConfig`
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `config.json`
+    divides: bool = False  # transformers insists that heads divide the width
 
 
 _QWEN = {
@@ -33,7 +34,7 @@ _QWEN = {
     "layer_types": None,
 }
 FAMILIES = (
-    Family("LlamaForCausalLM", "llama", {}, {"attention_bias": False, "mlp_bias": False}),
+    Family("LlamaForCausalLM", "llama", {}, {"attention_bias": False, "mlp_bias": False}, True),
     Family("MistralForCausalLM", "mistral", {}, {"sliding_window": 4096}),
     Family("Qwen2ForCausalLM", "qwen2", {"qkv_bias": True}, _QWEN),
     Family(
@@ -58,6 +59,7 @@ FAMILIES = (
             "attention_bias": False,
             "use_bidirectional_attention": False,
         },
+        divides=True,
     ),
 )
 
@@ -283,13 +285,14 @@ def write(model: DecoderConfig, context: int, dtype: str) -> dict[str, Any]:
     for family in FAMILIES:
         content = _content(family, model, context, dtype)
         found = parse(content).model
-        if found == model:
+        legal = not family.divides or model.width % model.heads == 0
+        if found == model and legal:
             return content
         apart[family.model_type] = [
             field.name
             for field in dataclasses.fields(model)
             if getattr(found, field.name) != getattr(model, field.name)
-        ]
+        ] + ["width, of a multiple of heads"] * (not legal)
     reasons = "; ".join(f"{name} has another {', '.join(f)}" for name, f in apart.items())
     raise UserError(f"no architecture of transformers that is known here fits: {reasons}")
 
