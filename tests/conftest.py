@@ -43,6 +43,10 @@ def _few_programs():
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """On linux x86_64 a missing extra is a failure: the development group has it."""
+    # What runs here is small: compiling it well takes longer than running it. What is compiled for
+    # a GPU is looked at, and must be as users have it.
+    on_gpu = item.get_closest_marker("target") or item.get_closest_marker("gpu")
+    jax.config.update("jax_disable_most_optimizations", on_gpu is None)
     if item.get_closest_marker("gpu") and not _RUN_LANE:
         pytest.skip("needs a GPU, and to be asked for by `pytest -m gpu`")
     here = (sys.platform, platform.machine())
