@@ -52,9 +52,9 @@ def describe(run: Run, dtype: str) -> Description:
     else:
         content = hf_config.write(model, run.config.sequence, dtype)
         content |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    if mtp.depth:
-        content |= {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
-    return hf_config.parse(content)
+    heads = {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
+    content = {key: value for key, value in content.items() if key not in heads}
+    return hf_config.parse(content | heads if mtp.depth else content)
 
 
 def byte_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
