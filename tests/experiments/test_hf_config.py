@@ -362,7 +362,7 @@ def test_what_a_decoder_here_is_not_is_one_line(tmp_path, content, message):
         ("[1]", "config.json holds no JSON object"),
         ('{"architectures"', "cannot read .*config.json: "),
         ("[" * 100_000, "cannot read .*config.json: "),
-        ('{"tokenizer_fingerprint": "0"}', "is a run of this program.*experiments.export it first"),
+        ('{"tokenizer_fingerprint": "0"}', "is a run of this program.*experiments.export --run"),
     ],
 )
 def test_a_file_that_is_none(tmp_path, text, message):

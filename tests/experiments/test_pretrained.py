@@ -185,6 +185,12 @@ REFUSED = {
     ),
     "pattern": (None, ["--freeze", "layers.0.qeury.*"], ["layers.0.qeury.*", "layers.0.query."]),
     "all frozen": (None, ["--freeze", "*"], ["match every parameter"]),
+    "dry run": (None, ["--freeze", "no.*", "--dry-run"], ["'no.*' matches no parameter"]),
+    "heads": (
+        lambda folder: edit(folder, num_nextn_predict_layers=2, mtp_kind="parallel"),
+        ["--mtp.depth", "1"],
+        ["ask for 1 sequential heads", "has 2 parallel: pass --mtp.depth 2 --mtp.kind parallel"],
+    ),
     "a run": (None, ["--model", "{run}"], ["is a run of this program", "experiments.export"]),
     "no folder": (None, ["--model", "/no/such"], ["/no/such is no folder of a model"]),
 }  # fmt: skip
