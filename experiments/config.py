@@ -166,6 +166,8 @@ def check_options(config: TrainConfig, sizes: dict[str, int]) -> None:
         # Of the policies that `auto` chooses from, any will do here.
         chosen = dataclasses.replace(config, remat="full") if config.remat == "auto" else config
         step = step_config(chosen)
+        if config.freeze:
+            optim.trainable(abstract(config.model, config.mtp), config.freeze)
         check_overlap(config.model, step, sizes)
         check_pipeline(config.model, step, sizes["stage"])
         check_batch(step, sizes, config.batch, config.sequence)

@@ -52,9 +52,9 @@ def describe(run: Run, dtype: str) -> Description:
     else:
         content = hf_config.write(model, run.config.sequence, dtype)
         content |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    if mtp.depth:
-        content |= {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
-    return hf_config.parse(content)
+    heads = {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
+    content = {key: value for key, value in content.items() if key not in heads}
+    return hf_config.parse(content | heads if mtp.depth else content)
 
 
 def byte_tokenizer(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -91,10 +91,12 @@ def tokenizer_files(run: Run, context: int, folder: Path) -> dict[str, Path]:
     bos, eos = (
         i if i is None else model.id_to_token(i) for i in (run.tokenizer.bos, run.tokenizer.eos)
     )
-    if bos is not None and model.post_processor is None:
-        model.post_processor = tokenizers.processors.TemplateProcessing(
+    if bos is not None and run.tokenizer.bos not in model.encode("").ids:
+        begin = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, run.tokenizer.bos)]
         )
+        own = model.post_processor  # which does something else, say of offsets
+        model.post_processor = tokenizers.processors.Sequence([own, begin]) if own else begin
     made = {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
     model.save(str(made["tokenizer.json"]))
     content = {

@@ -161,7 +161,7 @@ def parse(content: Mapping[str, Any], path: Path = Path("config.json")) -> Descr
     Raises:
       UserError: as `read`.
     """
-    named = content.get("architectures") or [None]
+    named = _Keys(path, content, {}).get("architectures", list) or [None]
     family = next(
         (f for f in FAMILIES if named[0] == f.architecture),
         next((f for f in FAMILIES if not named[0] and content.get("model_type") == f.model_type),
@@ -259,7 +259,7 @@ def _windows(keys: _Keys, layers: int) -> tuple[int | None, ...]:
         slides = (lambda i: i % 2 == 0) if first is None else (lambda i: i >= first)
         kinds = ["sliding_attention" if slides(i) else "full_attention" for i in range(layers)]
     known = {"sliding_attention": window, "full_attention": None}
-    if unknown := [kind for kind in kinds if kind not in known]:
+    if unknown := [kind for kind in kinds if kind not in [*known]]:  # of any type
         raise UserError(
             f"{keys.path}: layer_types has {unknown[0]!r}; legal are {', '.join(known)}"
         )

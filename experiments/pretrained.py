@@ -61,9 +61,17 @@ def find(config: TrainConfig) -> hf.Weights | None:
     """The weights that a run begins with, if it begins with any; reads headers only.
 
     Raises:
-      UserError: as `hf.find`.
+      UserError: as `hf.find`; other heads are asked for than there are.
     """
-    return hf.find(config.init_from, config.model, config.mtp) if config.init_from else None
+    if not config.init_from:
+        return None
+    asked, there = ((m.depth, m.kind) for m in (config.mtp, hf_config.read(config.init_from).mtp))
+    if config.mtp.depth and there[0] and asked != there:
+        raise UserError(
+            f"--mtp options ask for {asked[0]} {asked[1]} heads, and {config.init_from} has "
+            f"{there[0]} {there[1]}: pass --mtp.depth {there[0]} --mtp.kind {there[1]}, or neither"
+        )
+    return hf.find(config.init_from, config.model, config.mtp)
 
 
 def load(weights: hf.Weights | None, mesh: Mesh) -> dict[str, Any]:
