@@ -51,6 +51,7 @@ def describe(run: Run, dtype: str) -> Description:
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     else:
         content = hf_config.write(model, run.config.sequence, dtype)
+    if run.config.data.tokenizer != pretrained.own_tokenizer(run.config):
         content |= {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
     heads = {hf_config.HEADS: mtp.depth, hf_config.HEADS_KIND: mtp.kind}
     content = {key: value for key, value in content.items() if key not in heads}

@@ -115,7 +115,8 @@ class _Keys:
         if value is None:
             return None
         legal = (int, float) if kind is float else kind
-        if not isinstance(value, legal) or (isinstance(value, bool) and kind is not bool):
+        huge = isinstance(value, int) and value.bit_length() > 1000  # no float either
+        if not isinstance(value, legal) or (isinstance(value, bool) and kind is not bool) or huge:
             words = {int: "a whole number", float: "a number", bool: "true or false"}
             need = words.get(kind, {str: "a text", list: "a list", dict: "an object"}.get(kind))
             raise UserError(f"{self.path}: {key} is {value!r}; it must be {need}")

@@ -40,11 +40,17 @@ def with_model[T: TrainConfig](config: T, preset: TrainConfig) -> T:
             f"--sequence is {config.sequence}, and the model in {config.init_from} was made for "
             f"{found.context} positions: pass --sequence {found.context} or less"
         )
-    own = Path(config.init_from).expanduser() / "tokenizer.json"
-    data = config.data
-    if data.tokenizer == "bytes" and own.is_file():
-        data = dataclasses.replace(data, tokenizer=str(own))
-    return dataclasses.replace(config, model=found.model, data=data)
+    folder = str(Path(config.init_from).expanduser().resolve())
+    config = dataclasses.replace(config, init_from=folder, model=found.model)
+    if config.data.tokenizer != "bytes":
+        return config
+    data = dataclasses.replace(config.data, tokenizer=own_tokenizer(config))
+    return dataclasses.replace(config, data=data)
+
+
+def own_tokenizer(config: TrainConfig) -> str:
+    """The path of the tokenizer that belongs to the model which a run begins with, if any."""
+    return str(Path(config.init_from) / "tokenizer.json") if config.init_from else ""
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, folder: str | Path = "") -> None:

@@ -163,7 +163,7 @@ def theirs(exported, talkers, tmp_path_factory):
 def test_transformers_computes_the_same_logits(exported, theirs, name):
     decoder = load_run(exported[name][0]).decoder()
     ours = np.asarray(jax.jit(lambda model, x: logits(model, model(x)))(decoder, TOKENS))
-    assert np.abs(theirs.logits[name] - ours).max() < 1e-5 * np.abs(ours).max()
+    assert np.abs(theirs.logits[name] - ours).max() < 5e-5 * np.abs(ours).max()
     assert np.abs(ours).std() > 0.1
     beside = [key for key in weights(exported[name][1]) if key.startswith("mtp.")]
     assert (len(beside) > 20) == (name == "bpe")

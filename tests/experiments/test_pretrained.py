@@ -221,4 +221,4 @@ def test_a_plan_reads_config_json_alone(model, tmp_path, monkeypatch):
     assert exit.value.code in (0, None)
     ((name, config),) = found
     assert (name, config.model, config.target) == ("tiny", MODEL, "h200x8")
-    assert config.data.tokenizer == "bytes"  # it has none
+    assert config.data.tokenizer == str(tmp_path / "tokenizer.json")  # not there, and not read
