@@ -172,6 +172,9 @@ REFUSED = {
     "options of the model": (None, ["--model.layers", "3"], ["--model.* options and --init-from"]),
     "rows": (None, ["--sequence", "41"], ["--sequence is 41", "40 positions", "--sequence 40"]),
     "tokenizer": (large_tokenizer, [], ["has 270 ids", "264"]),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(), [], ["cannot read tokenizer", "model/"]
+    ),
     "shard": (lose_a_shard, [], ["model-00002-of-00002.safetensors"]),
     "architecture": (
         lambda folder: edit(folder, architectures=["GPT2LMHeadModel"]),
