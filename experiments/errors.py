@@ -21,5 +21,7 @@ def user_errors(where: str = "") -> Generator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{where}{error}") from error

@@ -14,6 +14,7 @@ import functools
 import math
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,11 @@ def find(folder: str | Path, config: DecoderConfig, mtp: MtpConfig = MtpConfig()
     """
     folder = Path(folder).expanduser()
     tensors = safetensors.open_folder(folder)
+    if config.layers > len(tensors):  # whatever else: before anything is made for each of them
+        raise UserError(
+            f"{folder}: config.json has {config.layers:,} layers, and its files {len(tensors):,} "
+            "tensors in all"
+        )
     has_heads = any(name.startswith(HEADS_PREFIX) for name in tensors)
     mtp = mtp if has_heads else MtpConfig()
     wanted = {name: p for p in parameters(config, mtp) for name in p.names}
@@ -91,6 +97,8 @@ def find(folder: str | Path, config: DecoderConfig, mtp: MtpConfig = MtpConfig()
         )
     for name, parameter in wanted.items():
         _check(folder, tensors, name, parameter.stored)
+    if config.tied_head and OUTSIDE["head"] in tensors:
+        _check_tied(folder, tensors[OUTSIDE["embedding"]], tensors[OUTSIDE["head"]])
     used = {n: t for n, t in tensors.items() if n.removesuffix(BLOCK_SCALE) in wanted}
     return Weights(config, mtp, used)
 
@@ -124,6 +132,20 @@ def _check(folder: Path, tensors: Mapping[str, Stored], name: str, shape: tuple[
     if tuple(-(-n // b) for n, b in zip(shape, block)) != scale.shape:
         raise UserError(
             f"{folder}: {scale.name} is {list(scale.shape)}, which are no equal blocks of {want}"
+        )
+
+
+def _check_tied(folder: Path, embedding: Stored, head: Stored) -> None:
+    """Refuses an output head that is stored beside a tied embedding, and is not the same."""
+    same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
+    rows = max(1, 2**24 // max(1, math.prod(embedding.shape[1:])))
+    for start in range(0, embedding.shape[0], rows):
+        at = slice(start, start + rows)
+        same = same and embedding.read(at).tobytes() == head.read(at).tobytes()
+    if not same:
+        raise UserError(
+            f"{folder}: config.json ties the output head to the embedding, and {head.name} differs "
+            "from it: set tie_word_embeddings to false"
         )
 
 
@@ -263,11 +285,12 @@ def save(
         return out
 
     shapes = {name: Shape(kind, of[name][0].stored) for name in of}
-    partial = folder.with_name(folder.name + ".tmp")
+    folder = folder.resolve()  # through a link
+    partial = None
     try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        partial.chmod(0o755)
         safetensors.write_folder(partial, shapes, value)
         write_json(partial / "config.json", description.content)
         for name, source in companions.items():
@@ -278,7 +301,8 @@ def save(
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_free(folder: str | Path) -> None:

@@ -215,7 +215,10 @@ def parse(content: Mapping[str, Any], path: Path = Path("config.json")) -> Descr
             windows=_windows(keys, numbers["layers"]),
         )
         mtp = MtpConfig(keys.get(HEADS, int, 0), keys.get(HEADS_KIND, str, "sequential"))
-    return Description(model, keys.need("max_position_embeddings", int), dict(content), mtp)
+    context = keys.need("max_position_embeddings", int)
+    if context < 1:
+        raise UserError(f"{path}: max_position_embeddings is {context}; it must be at least 1")
+    return Description(model, context, dict(content), mtp)
 
 
 def _activation(keys: _Keys) -> Any:
@@ -228,13 +231,21 @@ def _activation(keys: _Keys) -> Any:
 
 
 def _theta(keys: _Keys, rope: Mapping[str, Any]) -> float:
-    nested = _Keys(keys.path, rope, {})
-    return nested.get("rope_theta", float, keys.get("rope_theta", float, 10_000.0))
+    default = keys.get("rope_theta", float, 10_000.0)
+    found = _Keys(keys.path, rope, {}).get("rope_theta", float, default)
+    if "rope_theta" in keys.content and found != default:
+        raise UserError(
+            f"{keys.path}: rope_theta is {default} there and {found} in rope_parameters"
+        )
+    return found
 
 
 def _rope_scaling(keys: _Keys, rope: Mapping[str, Any]) -> RopeScaling | None:
     """Of `rope_parameters`, or of the older `rope_scaling`."""
-    found = rope or keys.get("rope_scaling", dict, {})
+    older = keys.get("rope_scaling", dict, {})
+    if rope and older and {**rope, **older} != rope:
+        raise UserError(f"{keys.path}: rope_scaling and rope_parameters are not the same")
+    found = rope or older
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default" and not any(isinstance(value, dict) for value in found.values()):
         return None
@@ -252,9 +263,15 @@ def _windows(keys: _Keys, layers: int) -> tuple[int | None, ...]:
     window = keys.get("sliding_window", int)
     if "sliding_window" not in keys.defaults or keys.get("use_sliding_window", bool) is False:
         window = None
-    if window is None or "layer_types" not in keys.defaults:
-        return (window,)
     kinds = keys.get("layer_types", list)
+    if window is None or "layer_types" not in keys.defaults:
+        only = "full_attention" if window is None else "sliding_attention"
+        if any(kind != only for kind in kinds or ()):
+            raise UserError(
+                f"{keys.path}: layer_types contradicts sliding_window, {window}: legal is {only} "
+                "for every layer"
+            )
+        return (window,)
     if kinds is None:  # Gemma alternates; Qwen's windows begin at a layer
         first = keys.get("max_window_layers", int)
         slides = (lambda i: i % 2 == 0) if first is None else (lambda i: i >= first)

@@ -57,7 +57,9 @@ def check_vocabulary(tokenizer: Tokenizer, model: DecoderConfig, folder: str | P
     """Refuses a tokenizer that is larger than the embedding, of the model in `folder` if any."""
     ids, rows = tokenizer.vocab_size, model.vocab_size
     if ids > rows:
-        remedy = f"take the one of {folder}" if folder else f"pass --model.vocab-size {ids} or more"
+        remedy = (
+            f"it is not that of {folder}" if folder else f"pass --model.vocab-size {ids} or more"
+        )
         raise UserError(
             f"tokenizer {tokenizer.name} has {ids} ids, the model's vocabulary {rows}: {remedy}"
         )

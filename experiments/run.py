@@ -94,7 +94,12 @@ def read_config(folder: Path) -> tuple[TrainConfig, str]:
         return _from_json(TrainConfig, tree), fingerprint
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is no run folder: it has no config.json") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except KeyError:
+        raise UserError(
+            f"{folder} is no run folder: its config.json is not of this program (a released model "
+            "is passed as --model)"
+        ) from None
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
 
 

@@ -92,5 +92,7 @@ def stop_tokens(folder: Path, content: Mapping[str, Any]) -> tuple[int, ...]:
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     found = content.get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
-    return tuple(token for token in listed if isinstance(token, int))
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    if bad := [token for token in listed if type(token) is not int]:
+        raise UserError(f"{folder}: eos_token_id has {bad[0]!r}; legal are ids, and lists of them")
+    return tuple(listed)

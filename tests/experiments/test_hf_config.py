@@ -343,6 +343,19 @@ ROPE = LLAMA_3_1_8B["rope_scaling"]
         (WINDOWS | {"layer_types": 4 * [["full_attention"]]}, r"layer_types has \['full_att"),
         (WINDOWS | {"layer_types": 3 * ["full_attention"]}, "has 3 entries for 4 layers"),
         (WINDOWS | {"layer_types": "full_attention"}, "layer_types is 'full.*must be a list"),
+        (
+            LLAMA_3_1_8B | {"layer_types": 32 * ["sliding_attention"]},
+            "layer_types contradicts sliding_window, None: legal is full_attention",
+        ),
+        (
+            NEWER | {"rope_parameters": {"rope_type": "default", "rope_theta": 7}, "rope_theta": 8},
+            "rope_theta is 8.0 there and 7.0 in rope_parameters",
+        ),
+        (
+            NEWER | {"rope_parameters": ROPE, "rope_scaling": ROPE | {"factor": 2.0}},
+            "rope_scaling and rope_parameters are not the same",
+        ),
+        (LLAMA_3_1_8B | {"max_position_embeddings": 0}, "max_position_embeddings is 0; it must be"),
         (WINDOWS | {"sliding_window": 0, "max_window_layers": 0}, r"windows are \(0,\)"),
         (GEMMA_2_2B | {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar is 'x'"),
         (LLAMA_2_7B | {OURS: -1}, "depth is -1"),

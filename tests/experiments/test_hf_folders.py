@@ -216,6 +216,45 @@ def test_other_tensors_than_those_of_the_model(tmp_path, change, message):
     assert "\n" not in str(error.value) and str(tmp_path / "model") in str(error.value)
 
 
+def test_a_tied_head_that_is_stored_is_the_embedding(tmp_path):
+    model = dataclasses.replace(MODEL, tied_head=True)
+    params = save(tmp_path / "model", model)
+    copy = lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    rewrite(tmp_path / "model", copy)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "model"), params)
+
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].copy()
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    rewrite(tmp_path / "model", change)
+    with pytest.raises(UserError, match=r"lm_head.weight differs from it: set tie_word_embeddings"):
+        hf.find(tmp_path / "model", model)
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_made(tmp_path):
+    save(tmp_path / "model")
+    with pytest.raises(UserError, match=r"has 1,000,000,000 layers, and its files 39 tensors"):
+        hf.find(tmp_path / "model", dataclasses.replace(MODEL, layers=10**9))
+
+
+def test_what_lies_beside_is_left_alone(tmp_path):
+    (tmp_path / "model.tmp").mkdir()
+    (tmp_path / "model.tmp/thesis.txt").write_text("precious")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    save(tmp_path / "model")
+    save(tmp_path / "link")
+    assert (tmp_path / "model.tmp/thesis.txt").read_text() == "precious"
+    assert (tmp_path / "empty/config.json").exists() and (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "empty",
+        "link",
+        "model",
+        "model.tmp",
+    ]
+
+
 def test_blocks_that_do_not_divide(tmp_path):
     save(tmp_path / "model")
     rewrite(tmp_path / "model", put(Q, [32, 16], ml_dtypes.float8_e4m3fn))
