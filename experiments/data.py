@@ -50,7 +50,8 @@ class DataConfig:
     a chat in `messages`, or `prompt` and `completion`: loss on what the assistant says, or on
     the completion."""
     tokenizer: str = "bytes"
-    """`bytes`, or the path of a Hugging Face tokenizer.json or of a folder that holds one."""
+    """`bytes`, or a Hugging Face tokenizer.json, or a folder that holds one. With --init-from, the
+    model's own stands in for `bytes`."""
     validation_fraction: float = 0.05
     """Part of each source that is held out: documents by a hash of their text, or the tail
     of a .bin. Where the hash leaves a side empty (few documents), the tail of the longest."""
