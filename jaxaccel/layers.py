@@ -116,7 +116,8 @@ class Norm(nnx.Module):
     ):
         lead, axes = ((), ()) if stack is None else ((stack,), ("layers",))
         self.offset = 1.0 if config.zero_centered_norm else 0.0
-        self.scale = nnx.Param(jnp.full((*lead, size), 1 - self.offset), axes=(*axes, axis))
+        start = jnp.full((*lead, size), 1 - self.offset, jnp.float32)
+        self.scale = nnx.Param(start, axes=(*axes, axis))
         self.epsilon, self.norm = config.norm_epsilon, norm
 
     def __call__(self, x: Array, *, residual: Array | None = None, readers: tuple = ()) -> Any:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from experiments import cli
 from experiments.checkpoint import Checkpoints
-from experiments.config import TrainConfig
+from experiments.config import ALIASES, TrainConfig
 from experiments.configs import load
 from experiments.errors import UserError
 from jaxaccel import optim, sharding
@@ -72,10 +72,16 @@ def test_every_optimizer_goes_downhill_and_keeps_its_state(name):
 
 def test_the_name_alone_is_an_option_and_the_rest_of_the_group_too():
     args = ["--optimizer", "lion-8bit", "--optimizer.b1", "0.5"]
-    config = cli.parse(TrainConfig, default=load("tiny"), args=args, prog="train")
+    config = cli.parse(TrainConfig, default=load("tiny"), args=args, prog="train", aliases=ALIASES)
     assert config.optimizer.name == "lion-8bit" and config.optimizer.b1 == 0.5
     with pytest.raises(UserError, match=r"'adamw-8'.*lion-8bit"):
-        cli.parse(TrainConfig, default=load("tiny"), args=["--optimizer=adamw-8"], prog="train")
+        cli.parse(
+            TrainConfig,
+            default=load("tiny"),
+            args=["--optimizer=adamw-8"],
+            prog="train",
+            aliases=ALIASES,
+        )
 
 
 @pytest.fixture(scope="module")
