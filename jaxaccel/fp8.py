@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PyTree
 
@@ -302,6 +303,10 @@ def _matmul(static: _Static, lhs, rhs, state, weight, cast):
 def _matmul_fwd(static: _Static, lhs, rhs, state, weight, cast):
     lhs = _quantize(static.dot, lhs, "lhs", state) if cast is None else cast
     rhs = _quantize(static.dot, rhs, "rhs", state) if weight is None else weight
+    # As it lies. Hopper wants the inner dim last: XLA would turn the weights of all layers
+    # beforehand, in float32, and so hold them twice.
+    values = with_layout_constraint(rhs.values, Layout(tuple(range(rhs.values.ndim))))
+    rhs = rhs._replace(values=values)
     out = _multiply(lhs, rhs, (-1, -2), full=static.full)
     return out.astype(static.out_dtype), (lhs, rhs, state)
 
