@@ -46,6 +46,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
 from jaxaccel import names as vocabulary
 
@@ -284,6 +285,47 @@ def segment_length(length: int) -> int:
     """
     sizes = range(1, max(length, 1) + 1)
     return min(sizes, key=lambda size: (-(-length // size) + size, length % size > 0, size))
+
+
+def weights_first(lhs: Array, rhs: Array, *args: Any, **kwargs: Any) -> Array:
+    """`jax.lax.dot_general` whose backward pass makes the gradient of rhs before that of lhs.
+
+    Both read the gradient of the result, and only that of rhs, a weight, reads lhs. Made first, it
+    lets go of lhs before there is a gradient of lhs. Left to itself XLA may choose the other order:
+    `llama-1b3` under `full`, 16 rows of 4096, held five arrays of an MLP's width where four do
+    (34.0 and 32.8 GiB, compiled for an H200; the modelled step is the same). Where it does not pay:
+    on several devices, whose collectives XLA hides behind what an order forbids.
+
+    **Exactness**: exact; the same operations.
+
+    Args:
+      lhs, rhs, *args, **kwargs: as of `jax.lax.dot_general`.
+
+    Returns:
+      The product.
+
+    Raises:
+      TypeError: as `jax.lax.dot_general`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda x, w: weights_first(x, w, (((1,), (0,)), ((), ()))).sum()
+      >>> dx, dw = jax.grad(loss, argnums=(0, 1))(jnp.ones((2, 3)), jnp.ones((3, 4)))
+      >>> dx[0].tolist(), dw[0].tolist()
+      ([4.0, 4.0, 4.0], [2.0, 2.0, 2.0, 2.0])
+    """
+    dot = lambda lhs, rhs: jax.lax.dot_general(lhs, rhs, *args, **kwargs)
+    multiply = jax.custom_vjp(dot)
+
+    def backward(operands, g):
+        lhs, rhs = operands
+        (d_rhs,) = jax.linear_transpose(lambda rhs: dot(lhs, rhs), rhs)(g)
+        g, d_rhs = jax.lax.optimization_barrier((g, d_rhs))
+        (d_lhs,) = jax.linear_transpose(lambda lhs: dot(lhs, rhs), lhs)(g)
+        return d_lhs, d_rhs
+
+    multiply.defvjp(lambda lhs, rhs: (dot(lhs, rhs), (lhs, rhs)), backward)
+    return multiply(lhs, rhs)
 
 
 def _refuse_absent(rule: Names, fn: Callable, args: tuple, kwargs: dict) -> None:

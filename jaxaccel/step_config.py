@@ -276,14 +276,21 @@ def merge(total: tuple, part: tuple) -> tuple:
     return accumulate.add(total[0], part[0]), jax.tree.map(jnp.maximum, total[1], part[1])
 
 
-def matmuls(model: DecoderConfig, config: StepConfig, *, warm_start: bool) -> dict[str, Callable]:
-    """The matmul of each linear layer, by name."""
+def matmuls(
+    model: DecoderConfig, config: StepConfig, *, warm_start: bool, alone: bool = False
+) -> dict[str, Callable]:
+    """The matmul of each linear layer, by name; `alone`: of a single device."""
     shapes = nn.linear_shapes(model, config.mtp)
+    # Of several devices gradients travel, and hide behind what XLA finds to do beside them: an
+    # order costs more than it saves. It saves where a layer is made again as a whole.
+    first = alone and config.remat in ("full", "sqrt")
+    plain = remat.weights_first if first else jax.lax.dot_general
     if config.fp8 == "off":
-        return dict.fromkeys(shapes, jax.lax.dot_general)
-    dot = fp8.dot_general(config.fp8, config.fp8_scaling, warm_start=warm_start)
+        return dict.fromkeys(shapes, plain)
+    options = {"warm_start": warm_start, "weights_first": first}
+    dot = fp8.dot_general(config.fp8, config.fp8_scaling, **options)
     reasons = fp8.choose(shapes, config.fp8_layers)
-    return {name: jax.lax.dot_general if reason else dot for name, reason in reasons.items()}
+    return {name: plain if reason else dot for name, reason in reasons.items()}
 
 
 def between(model: DecoderConfig, config: StepConfig, mesh: Mesh | None) -> tuple[Between, Between]:

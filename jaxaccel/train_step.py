@@ -180,11 +180,10 @@ def make_train_step(
         scan=functools.partial(remat.scan, policy=config.remat),
         placement=Placement(sharding.constrainer(mesh)),
     )
-    dots = step_config.matmuls(model, config, warm_start=False)
+    matmuls = functools.partial(step_config.matmuls, model, config, alone=mesh.size == 1)
+    dots = matmuls(warm_start=False)
     build = functools.partial(plain, dot_general=dots, between=casting)
-    build_cold = functools.partial(
-        plain, dot_general=step_config.matmuls(model, config, warm_start=True)
-    )
+    build_cold = functools.partial(plain, dot_general=matmuls(warm_start=True))
     split = lambda build: nnx.split(
         jax.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param, nn.NextValue
     )
@@ -274,7 +273,7 @@ def make_train_step(
     step_config.check_pipeline(model, config, mesh.shape["stage"])
     if mesh.shape["stage"] > 1:
         pipelined = functools.partial(stages.make_gradients, model, config, mesh, params_sharding)
-        take, cold = pipelined(dots), pipelined(step_config.matmuls(model, config, warm_start=True))
+        take, cold = pipelined(dots), pipelined(matmuls(warm_start=True))
         evaluate = stages.make_evaluate(model, config, mesh, params_sharding)
     elif config.techniques:
         if config.prefetched:

@@ -261,7 +261,7 @@ def test_operands_and_accumulation(accumulation):
     dot = fp8.dot_general("current", fp8.Scaling(accumulation=accumulation))
     x, w, g = normal(0, 8, 32), normal(1, 32, 16), normal(2, 8, 16)
     jaxpr = jax.make_jaxpr(functools.partial(all_three, dot))(x, w, g)
-    forward, dx, dw = dots(jaxpr.jaxpr)
+    forward, dw, dx = dots(jaxpr.jaxpr)
     types = [[v.aval.dtype for v in eqn.invars] for eqn in (forward, dx, dw)]
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     assert types == [[e4m3, e4m3], [e5m2, e4m3], [e4m3, e5m2]]

@@ -68,6 +68,14 @@ def test_current_with_selective_recomputation_and_its_memory():
     assert len(strangers(matmuls.matmuls(wide))) >= 16  # the check can fail
 
 
+@pytest.mark.parametrize("options", [{}, {"fp8": "delayed"}], ids=["bfloat16", "fp8"])
+def test_65536_tokens_a_step_under_full_recomputation(options):
+    """The best peers, compiled the same way, need 35.3 GiB in bfloat16 and 36.9 in FP8."""
+    config = dataclasses.replace(load("llama-1b3"), precision="bfloat16", remat="full", **options)
+    assert config.batch * config.sequence == 65_536
+    assert 30 * 2**30 < compile_step(config, target.parse("h200")).peak_bytes <= 34 * 2**30
+
+
 def casts(module, size):
     """Casts in a layer to e4m3 arrays of `size`, kernels and mere copies left out."""
     found = hlo_bytes.passes(module, size, written="f8e4m3fn")

@@ -283,3 +283,23 @@ def test_offloading_is_refused_by_a_cpu(policy):
     w = jnp.ones((4, 3, 3))
     with pytest.raises(ValueError, match="policy offloads to host memory, and cpu has none"):
         jax.jit(jax.grad(loss)).lower(w)
+
+
+def test_weights_first_is_dot_general_with_an_order():
+    random = np.random.default_rng(0)
+    x, w, g = (jnp.float32(random.normal(size=s)) for s in ((5, 3), (3, 4), (5, 4)))
+    dims = (((1,), (0,)), ((), ()))
+
+    def gradients(dot):
+        return jax.jit(lambda x, w: jax.vjp(lambda x, w: dot(x, w, dims), x, w)[1](g))
+
+    ours, theirs = gradients(remat.weights_first), gradients(jax.lax.dot_general)
+    jax.tree.map(np.testing.assert_array_equal, ours(x, w), theirs(x, w))
+    np.testing.assert_array_equal(remat.weights_first(x, w, dims), jax.lax.dot_general(x, w, dims))
+    lines = str(jax.make_jaxpr(ours)(x, w)).splitlines()
+    kinds = [
+        name for line in lines for name in ("dot_general", "optimization_barrier") if name in line
+    ]
+    # Forward (which nobody reads), the weight's, and the input's after it.
+    assert kinds[-3:] == ["dot_general", "optimization_barrier", "dot_general"]
+    assert "optimization_barrier" not in str(jax.make_jaxpr(theirs)(x, w))

@@ -128,7 +128,10 @@ def test_simulated_catches_a_race(fault, monkeypatch):
         monkeypatch.setattr(
             plgpu, "barrier_wait", lambda ref: None if of(ref) == shape else wait(ref)
         )
-    with pytest.raises(Exception, match=r"RACE DETECTED|observe"), backend.simulate():
+    with (
+        pytest.raises(Exception, match=r"RACE DETECTED|observe|must do so in all phases"),
+        backend.simulate(),
+    ):
         multiply(make(40, 130, 640), "mosaic_gpu")
 
 
