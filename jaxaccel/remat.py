@@ -18,8 +18,8 @@ line takes:
 
 Counted in programs compiled for an H200, matmul FLOP beyond `none` and temporaries, which
 are what is kept and the work of one layer: `llama-1b3`, 24 layers, batch 4, 4096 tokens,
-bfloat16: `none` 44.3 GiB; `attention` 28.4 GiB; `selective` 0 % and 21.3 GiB; `sqrt:none`
-26 % and 13.8 GiB; `full` 20 % and 8.5 GiB; `sqrt` 46 % and 8.5 GiB; `offload` 20 % and
+bfloat16: `none` 31.8 GiB; `attention` 28.3 GiB; `selective` 0 % and 21.1 GiB; `sqrt:none`
+25 % and 11.9 GiB; `full` 19 % and 7.6 GiB; `sqrt` 44 % and 8.0 GiB; `offload` 19 % and
 7.5 GiB, with 1.5 GiB on the host.
 
 Selective recomputation is arXiv:2205.05198, section 5. It pays on a CPU too: XLA's CPU
