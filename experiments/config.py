@@ -49,6 +49,8 @@ class TrainConfig:
     """Of activations and matmuls; parameters are float32. auto: bfloat16 on GPU, float32 on CPU."""
     attention: Literal["auto", "xla"] = "auto"
     """auto: Pallas kernels on H100 and H200 in 16 bits, else cuDNN or XLA."""
+    kernels: Literal["auto", "xla"] = "auto"
+    """Norms, activations and loss likewise; xla: no Pallas kernel in them."""
     fp8: Literal["off", "current", "delayed", "block"] = "off"
     """Matmuls of the layers in FP8, by where the scales come from: this tensor, the last steps'
     (see --fp8-scaling), or tiles of 128. May change when a run is resumed."""
@@ -130,7 +132,7 @@ ALIASES = {
 # Options that say how a run is carried out or watched, not which numbers it computes:
 # they may differ when a run is resumed. FP8 may as well: its state is then made anew.
 CARRYING_OUT = frozenset(
-    "attention fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
+    "attention kernels fp8 fp8_layers fp8_strict fp8_scaling run_dir steps micro_batches remat "
     "budget_gib mesh overlap zero bucket_mib pipeline chunks delayed_sends stage_layers "
     "log_every eval_every save_every eval_batches keep max_skipped resume time_limit profile "
     "tensorboard wandb_project sample_prompt dry_run coordinator processes process join_timeout "

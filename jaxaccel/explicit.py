@@ -198,9 +198,8 @@ def make_gradients(
             hidden,
             head[0].get_value(),
             batch["labels"],
-            z_loss=config.z_loss,
-            soft_cap=model.logits_soft_cap,
             axis_name=TENSOR,
+            **step_config.loss_options(model, config),
         )
 
     def gradient(last, params, totals, fp8_state, weights, batch):
@@ -246,8 +245,7 @@ def make_gradients(
 
 def _attention(config: StepConfig, mesh: Mesh) -> Callable:
     """Attention of this device's queries and heads, over the keys of the whole row."""
-    implementation = None if config.attention == "auto" else config.attention
-
+    implementation = config.implementations[0]
     plain = functools.partial(attention, implementation=implementation)
     ring = functools.partial(
         overlap.ring_attention, axis_name="sequence", implementation=implementation

@@ -140,16 +140,25 @@ def _shared_state(readers: tuple[Linear, ...]) -> Any:
 
 
 def rms_norm(
-    x: Array, scale: Array, epsilon: float, *, residual: Array | None = None, state: Any = None
+    x: Array,
+    scale: Array,
+    epsilon: float,
+    *,
+    residual: Array | None = None,
+    state: Any = None,
+    implementation: str | None = None,
 ) -> Any:
     """The default norm, `pallas_kernels.rms_norm`; it casts for nobody, whatever the state."""
-    return rms_norm_op.rms_norm(x, scale, epsilon, residual=residual)
+    options = {"residual": residual, "implementation": implementation}
+    return rms_norm_op.rms_norm(x, scale, epsilon, **options)
 
 
-def gated(activation: str) -> Callable[..., Array]:
+def gated(activation: str, implementation: str | None = None) -> Callable[..., Array]:
     """The default `glu` of a decoder with this activation."""
     if activation == "silu":
-        return lambda gate, up, state=None: swiglu_op.swiglu(gate, up)
+        return lambda gate, up, state=None: swiglu_op.swiglu(
+            gate, up, implementation=implementation
+        )
     return lambda gate, up, state=None: ACTIVATIONS[activation](gate) * up
 
 

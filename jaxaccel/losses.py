@@ -86,6 +86,7 @@ def ahead_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     axis_name: str | None = None,
+    implementation: str | None = None,
 ) -> LossSums:
     """`linear_cross_entropy` of each prediction, in one call.
 
@@ -96,7 +97,7 @@ def ahead_cross_entropy(
       hidden_NBTD: what the output head reads for prediction k at [k], as from `Decoder.ahead`.
       head_VD: the output head.
       labels_BTN: from `ahead_labels`.
-      z_loss, soft_cap, axis_name: as of `linear_cross_entropy`.
+      z_loss, soft_cap, axis_name, implementation: as of `linear_cross_entropy`.
 
     Returns:
       `LossSums` of [N]: sums over the counted positions of each prediction.
@@ -117,6 +118,7 @@ def ahead_cross_entropy(
             "and [B, T, N]"
         )
     options = {"z_loss": z_loss, "soft_cap": soft_cap, "axis_name": axis_name}
+    options |= {"implementation": implementation}
     if count == 1:
         sums = linear_cross_entropy(hidden_NBTD[0], head_VD, labels_BTN[..., 0], **options)
         return jax.tree.map(lambda x: x[None], sums)

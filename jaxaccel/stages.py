@@ -236,9 +236,8 @@ class Stages:
             self.split.enter(decoder.look_ahead(x, embedded, *places), dim=2),
             weights["head"].get_value(),
             micro_batch["labels"],
-            z_loss=self.config.z_loss,
-            soft_cap=decoder.config.logits_soft_cap,
             axis_name=TENSOR,
+            **step_config.loss_options(decoder.config, self.config),
         )
 
 

@@ -21,8 +21,8 @@ from jaxaccel.nn import Between, Decoder, DecoderConfig, MtpConfig
 from jaxaccel.precision import LossScaleConfig
 from jaxaccel.remat import Policy
 from jaxaccel.schedules import Schedule
-from pallas_kernels.rms_norm import rms_norm, rms_norm_fp8
-from pallas_kernels.swiglu import swiglu, swiglu_fp8
+from pallas_kernels import rms_norm as norm_op
+from pallas_kernels import swiglu as glu_op
 
 # What hides behind compute, and along which axes of the mesh it travels; see `overlap`.
 OVERLAPS: dict[str, tuple[str, ...]] = {
@@ -41,6 +41,7 @@ class StepConfig:
 
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     attention: Literal["auto", "xla"] = "auto"  # see `pallas_kernels.attention`
+    kernels: Literal["auto", "xla"] = "auto"  # of norms, activations and the loss
     remat: Policy = "selective"
     micro_batches: int = 1
     clip_norm: float = 1.0
@@ -72,6 +73,11 @@ class StepConfig:
             raise ValueError(f"z_loss is {self.z_loss}; it must be 0 or more, and finite")
         if not self.clip_norm > 0:
             raise ValueError(f"clip_norm is {self.clip_norm}; it must be positive (inf: no clip)")
+
+    @property
+    def implementations(self) -> tuple[str | None, str | None]:
+        """Of attention, and of the other ops, as `pallas_kernels` takes them."""
+        return tuple(None if x == "auto" else x for x in (self.attention, self.kernels))
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -302,7 +308,13 @@ def between(model: DecoderConfig, config: StepConfig, mesh: Mesh | None) -> tupl
     def on_shards(op, **kwargs):
         return op if mesh is None else sharding.rows_on_shards(op, mesh, **kwargs)
 
-    plain = Between(on_shards(nn.rms_norm), on_shards(nn.gated(model.activation), last="mlp"))
+    how = {"implementation": config.implementations[1]}
+    rms_norm, rms_norm_fp8, swiglu, swiglu_fp8 = (
+        functools.partial(op, **how)
+        for op in (norm_op.rms_norm, norm_op.rms_norm_fp8, glu_op.swiglu, glu_op.swiglu_fp8)
+    )
+    norm = functools.partial(nn.rms_norm, **how)
+    plain = Between(on_shards(norm), on_shards(nn.gated(model.activation, **how), last="mlp"))
     if config.fp8 != "delayed" or config.fp8_scaling.lhs != "e4m3":
         return plain, plain  # the scale is not known beforehand
     norms = {"plain": on_shards(rms_norm), "fp8": on_shards(rms_norm_fp8)}
@@ -313,12 +325,20 @@ def between(model: DecoderConfig, config: StepConfig, mesh: Mesh | None) -> tupl
     return plain, casting
 
 
+def loss_options(model: DecoderConfig, config: StepConfig) -> dict[str, Any]:
+    """What `losses.ahead_cross_entropy` is told of the loss, wherever it is computed."""
+    return {
+        "z_loss": config.z_loss,
+        "soft_cap": model.logits_soft_cap,
+        "implementation": config.implementations[1],
+    }
+
+
 def loss_on_shards(
     model: DecoderConfig, config: StepConfig, mesh: Mesh
 ) -> Callable[..., losses.LossSums]:
     """`losses.ahead_cross_entropy` of each device's rows and words, summed over the mesh."""
-    options = {"z_loss": config.z_loss, "soft_cap": model.logits_soft_cap}
-    loss = functools.partial(losses.ahead_cross_entropy, **options)
+    loss = functools.partial(losses.ahead_cross_entropy, **loss_options(model, config))
     if mesh.size == 1:
         return loss
     words = "tensor" if mesh.shape["tensor"] > 1 else None

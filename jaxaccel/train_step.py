@@ -163,8 +163,7 @@ def make_train_step(
     """
     # 1. Mesh and shardings, from an abstract model: nothing is allocated yet.
     dtype = precision.COMPUTE_DTYPES[config.precision]
-    implementation = None if config.attention == "auto" else config.attention
-    attend = functools.partial(attention, implementation=implementation)
+    attend = functools.partial(attention, implementation=config.implementations[0])
     between, casting = step_config.between(model, config, mesh)
     plain = functools.partial(
         Decoder,
