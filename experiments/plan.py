@@ -31,6 +31,7 @@ from jaxaccel.timeline import CostModel
 from jaxaccel.train_step import TrainStep, abstract_batch, make_train_step
 
 PROG = "python -m experiments.plan"
+UNCOVERED_SHOWN = 8
 POLICIES_DRAWN = ("none", "selective", "full", "sqrt")
 
 
@@ -213,6 +214,13 @@ def table(report: Report, analysis: Analysis) -> str:
             f"  {c.kind}: {c.count:,.0f}, {c.bytes / GIB:.2f} GiB, "
             f"{c.hidden_fraction:.0%} hidden (modelled)"
         )
+    if r.uncovered:
+        sizes = [u.bytes * u.count for u in r.uncovered]
+        lines.append(f"  with no matmul beside them (compiled): {sum(sizes) / GIB:.2f} GiB, of it")
+        for u, size in list(zip(r.uncovered, sizes))[:UNCOVERED_SHOWN]:
+            lines.append(f"    {u.kind}: {u.count:,.0f}, {size / GIB:.3f} GiB, {u.op_name}")
+        if (more := len(sizes) - UNCOVERED_SHOWN) > 0:
+            lines.append(f"    and {more} smaller ones (--json has all)")
     lines.append(
         f"modelled (data-sheet rates, see jaxaccel.timeline): step {r.modelled_step_ms:,.1f} ms, "
         f"MFU {r.modelled_mfu:.1%}, exposed communication {r.exposed_fraction:.1%}"

@@ -104,13 +104,33 @@ def over(
     first = jax.tree.map(lambda x: x[0], parts)
     if len(jax.tree.leaves(parts)[0]) == 1:
         return fn(first)
+    return fold(lambda total, part: combine(total, fn(part)), fn, parts)
+
+
+def fold(
+    step: Callable[[PyTree[Array], PyTree[Array]], PyTree[Array]],
+    like: Callable[[PyTree[Array]], PyTree[Array]],
+    parts: PyTree[Array],
+) -> PyTree[Array]:
+    """`total = step(total, part)` for one part after the other, from zeros.
+
+    For a function that adds to the total itself, where it lies.
+
+    Args:
+      step: `(total, part) -> total`.
+      like: takes a part; the total is of the shapes and dtypes that it would return. Not run.
+      parts: arrays with a common leading dimension.
+
+    Returns:
+      The last total.
+
+    Example:
+      >>> float(fold(lambda total, part: total + part.sum(), jnp.sum, jnp.ones((2, 3))))
+      6.0
+    """
+    shapes = jax.eval_shape(like, jax.tree.map(lambda x: x[0], parts))
     # Under `shard_map` the sum must vary over devices as its parts do.
     zeros = jax.tree.map(
-        lambda s: manual_axes.vary(jnp.zeros(s.shape, s.dtype), manual_axes.varying(s)),
-        jax.eval_shape(fn, first),
+        lambda s: manual_axes.vary(jnp.zeros(s.shape, s.dtype), manual_axes.varying(s)), shapes
     )
-
-    def body(total, part):
-        return combine(total, fn(part)), None
-
-    return jax.lax.scan(body, zeros, parts)[0]
+    return jax.lax.scan(lambda total, part: (step(total, part), None), zeros, parts)[0]

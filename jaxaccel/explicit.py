@@ -224,17 +224,26 @@ def make_gradients(
         fp8_state = jax.tree.map(lambda x: manual_axes.vary(x, sharding.TOKEN_AXES), fp8_state)
         apart = jax.tree.map(lambda x, spec: manual_axes.vary(x, once(spec)), params, places)
         parts = accumulate.split(batch, config.micro_batches)
-        earlier = functools.partial(gradient, False, apart, [], fp8_state, weights)
-        final = functools.partial(gradient, True, params)
-        if not bucketed:
-            (nll, grads), fp8_next = accumulate.over(earlier, parts, step_config.merge)
-        elif config.micro_batches == 1:
-            (nll, grads), fp8_next = final([], fp8_state, weights, batch)
-        else:  # the last one's gradients take the others' along, layer by layer
-            rest, part = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
-            (nll, totals), seen = accumulate.over(earlier, rest, step_config.merge)
-            (more, grads), fp8_next = final([totals], fp8_state, weights, part)
-            nll, fp8_next = step_config.merge((nll, seen), (more, fp8_next))
+
+        def take(part, sums=None, last=False):
+            """Of one micro-batch, or on top of the sums of earlier ones."""
+            totals = [] if sums is None else [sums[0][1]]
+            here = gradient(last, params if last else apart, totals, fp8_state, weights, part)
+            if sums is None:
+                return here
+            nll, fp8_next = step_config.merge((sums[0][0], sums[1]), (here[0][0], here[1]))
+            return (nll, here[0][1]), fp8_next
+
+        if config.micro_batches == 1:
+            sums = take(batch, last=bucketed)
+        elif not config.prefetched:
+            sums = accumulate.over(take, parts, step_config.merge)
+        else:  # the gradients of each take those before it along, layer by layer
+            rest = jax.tree.map(lambda x: x[:-1], parts) if bucketed else parts
+            sums = accumulate.fold(lambda sums, part: take(part, sums), take, rest)
+            if bucketed:
+                sums = take(jax.tree.map(lambda x: x[-1], parts), sums, last=True)
+        (nll, grads), fp8_next = sums
         left = lambda g, spec: tuple(axis for axis in once(spec) if axis in manual_axes.varying(g))
         grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, left(g, spec)), grads, places)
         fp8_next = jax.tree.map(lambda x: jax.lax.pmax(x, sharding.TOKEN_AXES), fp8_next)

@@ -13,6 +13,8 @@ Where it pays: a vocabulary larger than the width. Where it does not: with one c
 plain cross-entropy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -117,13 +119,18 @@ def ahead_cross_entropy(
             f"got hidden states {hidden_NBTD.shape}, labels {labels_BTN.shape}; need [N, B, T, D] "
             "and [B, T, N]"
         )
-    options = {"z_loss": z_loss, "soft_cap": soft_cap, "axis_name": axis_name}
-    options |= {"implementation": implementation}
+    loss = functools.partial(
+        linear_cross_entropy,
+        z_loss=z_loss,
+        soft_cap=soft_cap,
+        axis_name=axis_name,
+        implementation=implementation,
+    )
     if count == 1:
-        sums = linear_cross_entropy(hidden_NBTD[0], head_VD, labels_BTN[..., 0], **options)
+        sums = loss(hidden_NBTD[0], head_VD, labels_BTN[..., 0])
         return jax.tree.map(lambda x: x[None], sums)
     # Rows of all predictions under one another, each with its own label and no other.
     own = jnp.eye(count, dtype=bool)[:, None, None, :]
     labels = jnp.where(own, labels_BTN[None], IGNORED).reshape(count * rows, -1, count)
     hidden = hidden_NBTD.reshape(count * rows, *hidden_NBTD.shape[2:])
-    return linear_cross_entropy(hidden, head_VD, labels, **options)
+    return loss(hidden, head_VD, labels)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import PyTree
 
-from jaxaccel import hlo, hlo_loops, matmuls, memory, pipeline_times, timeline
+from jaxaccel import hlo, hlo_loops, matmuls, memory, pipeline_times, timeline, windows
 from jaxaccel.matmuls import Matmul
 from jaxaccel.memory import Saved
 from jaxaccel.pipeline_times import PipelineReport
@@ -35,6 +35,7 @@ TOOLS: dict[Bottleneck, tuple[str, ...]] = {
     "batch": ("gradient accumulation",),
     "waiting": ("overlap",),
 }
+FEW_NUMBERS = 1024  # bytes: the loss, norms
 # A step that waits for less than this share of its time does not wait.
 WAITING = 0.05
 
@@ -47,6 +48,16 @@ class Collective:
     bytes: float  # of whole arrays: gathered, reduced or exchanged
     count: float
     hidden_fraction: float  # *modelled*: share of its time behind compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Uncovered:
+    """A collective of one device with no matmul issued between its start and its end."""
+
+    kind: str
+    bytes: float  # of the whole array, in one execution
+    count: float
+    op_name: str  # JAX's, of where it comes from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +84,12 @@ class Report:
     mtp_parameters_share: float  # from `nn.mtp_shares`; 0 without heads
     mtp_flops_share: float
     pipeline: PipelineReport | None = None  # of a mesh with stages
+    uncovered: tuple[Uncovered, ...] = ()  # the largest first; a few numbers left out
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers, under the names of the fields."""
         plain = dataclasses.asdict(self)
-        return plain | {"advice": list(self.advice), "collectives": list(plain["collectives"])}
+        return plain | {k: list(plain[k]) for k in ("advice", "collectives", "uncovered")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +222,7 @@ def analyse(
         pipeline=(
             pipeline_times.report(pipeline, times, played.seconds) if pipeline and times else None
         ),
+        uncovered=_uncovered(module),
     )
     return Analysis(
         report,
@@ -221,6 +234,12 @@ def analyse(
         matmuls.unpriced(module),
         (pipeline, times) if pipeline and times else None,
     )
+
+
+def _uncovered(module: hlo.Module) -> tuple[Uncovered, ...]:
+    bare = [w for w in windows.windows(module) if not w.matmuls and w.bytes >= FEW_NUMBERS]
+    bare.sort(key=lambda w: -w.bytes * w.count)
+    return tuple(Uncovered(w.kind, float(w.bytes), w.count, w.op_name) for w in bare)
 
 
 def bottlenecks(report: Report, rows_per_device: int) -> tuple[Bottleneck, ...]:

@@ -292,7 +292,9 @@ def make_evaluate(
       `(params, batch) -> LossSums`, without heads, never in FP8.
     """
     plain = dataclasses.replace(config, fp8="off")
-    stages = Stages(model, plain, mesh, step_config.matmuls(model, plain, warm_start=False))
+    stages = Stages(
+        model, plain, mesh, step_config.matmuls(model, plain, warm_start=False, devices=mesh.size)
+    )
     rows = sharding.spec(("batch", "sequence"))
 
     def local(params, batch):

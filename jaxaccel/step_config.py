@@ -77,7 +77,8 @@ class StepConfig:
     @property
     def implementations(self) -> tuple[str | None, str | None]:
         """Of attention, and of the other ops, as `pallas_kernels` takes them."""
-        return tuple(None if x == "auto" else x for x in (self.attention, self.kernels))
+        given = lambda choice: None if choice == "auto" else choice
+        return given(self.attention), given(self.kernels)
 
     @property
     def techniques(self) -> frozenset[str]:
@@ -111,7 +112,9 @@ def check_overlap(model: DecoderConfig, config: StepConfig, sizes: Mapping[str, 
         ring, norms behind a block that Domino halves, heads that predict ahead from positions on
         another device.
     """
-    for name in sorted(config.techniques):
+    # Its loop adds a micro-batch's gradients where the sum lies, also where nothing travels.
+    useful = {"fsdp-prefetch"} if config.micro_batches > 1 else set()
+    for name in sorted(config.techniques - useful):
         if all(sizes[axis] == 1 for axis in OVERLAPS[name]):
             axes = " or ".join(OVERLAPS[name])
             raise ValueError(
@@ -283,13 +286,15 @@ def merge(total: tuple, part: tuple) -> tuple:
 
 
 def matmuls(
-    model: DecoderConfig, config: StepConfig, *, warm_start: bool, alone: bool = False
+    model: DecoderConfig, config: StepConfig, *, warm_start: bool, devices: int
 ) -> dict[str, Callable]:
-    """The matmul of each linear layer, by name; `alone`: of a single device."""
+    """The matmul of each linear layer, by name, on so many devices."""
     shapes = nn.linear_shapes(model, config.mtp)
-    # Of several devices gradients travel, and hide behind what XLA finds to do beside them: an
-    # order costs more than it saves. It saves where a layer is made again as a whole.
-    first = alone and config.remat in ("full", "sqrt")
+    # An order of a layer's gradients saves memory where the layer is made again as a whole. Of
+    # several devices it costs more than it saves where XLA hides what travels behind what it finds
+    # within the layer; the loop that gathers ahead hides it behind the next one.
+    ahead = config.prefetched and config.techniques <= {"fsdp-prefetch", "buckets"}
+    first = (devices == 1 or ahead) and config.remat in ("full", "sqrt")
     plain = remat.weights_first if first else jax.lax.dot_general
     if config.fp8 == "off":
         return dict.fromkeys(shapes, plain)

@@ -179,7 +179,7 @@ def make_train_step(
         scan=functools.partial(remat.scan, policy=config.remat),
         placement=Placement(sharding.constrainer(mesh)),
     )
-    matmuls = functools.partial(step_config.matmuls, model, config, alone=mesh.size == 1)
+    matmuls = functools.partial(step_config.matmuls, model, config, devices=mesh.size)
     dots = matmuls(warm_start=False)
     build = functools.partial(plain, dot_general=dots, between=casting)
     build_cold = functools.partial(plain, dot_general=matmuls(warm_start=True))

@@ -145,7 +145,8 @@ def _backward(call, gather, reduce, residuals, cotangents):
         return jax.tree.map(jnp.add, sums, _floats(more)), carry, gradient
 
     def put(gradients, gradient, index):
-        gradient = reduce(gradient, _at(totals[0], index))
+        total = gradients if in_place else totals[0]
+        gradient = reduce(gradient, _at(total, index))
         place = lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, index, 0)
         return jax.tree.map(place, gradients, gradient)
 
@@ -156,13 +157,20 @@ def _backward(call, gather, reduce, residuals, cotangents):
         sums, carry, pending = compute(sums, _at(pullbacks, index), carry, layer, index)
         return (sums, carry, before, pending, gradients), None
 
-    gradients, sums = jax.tree.map(_zeros, xs), [_zeros(x) for x in _floats(ambient)]
-    # Not before the loss is through, or another layer's weights would be alive.
-    carry, before = _together(carry, _at(xs, max(length - 2, 0)))
+    sums = [_zeros(x) for x in _floats(ambient)]
+    # Not before the loss is through, or another layer's weights would be alive; and what the last
+    # layer makes again would be what its forward pass made, kept until now.
+    carry, before, pullback = _together(carry, _at(xs, max(length - 2, 0)), pullback)
     before = gather(before)
     after = reduce(after, totals[1])
     sums, carry, pending = compute(sums, pullback, carry, last, length - 1)
     carry, after = _together(carry, after)
+    # Sums take the place of the totals that they begin with, layer by layer, unless these vary
+    # along axes that `reduce` sums over.
+    made = jax.eval_shape(reduce, pending, _at(totals[0], 0))
+    kinds = [[manual_axes.varying(x) for x in jax.tree.leaves(tree)] for tree in (totals[0], made)]
+    in_place = kinds[0] == kinds[1]
+    gradients = totals[0] if in_place else jax.tree.map(_zeros, xs)
     if length > 1:
         state = (sums, carry, before, pending, gradients)
         state, _ = jax.lax.scan(turn, state, jnp.arange(length - 2, 0, -1))

@@ -16,7 +16,7 @@ KEYS = (
     "target config peak_gib parameters_gib optimizer_gib gradients_gib activations_gib "
     "temporaries_gib dominant advice matmuls collectives exposed_fraction modelled_step_ms "
     "modelled_mfu flops_per_step recompute_flops_fraction mtp_parameters_share mtp_flops_share "
-    "pipeline"
+    "pipeline uncovered"
 ).split()
 
 pytestmark = pytest.mark.target
