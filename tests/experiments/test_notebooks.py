@@ -10,7 +10,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -69,23 +68,21 @@ def test_absolute_paths_are_seen(text, found):
 
 @pytest.mark.target
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_from_top_to_bottom(name, tmp_path):
+def test_it_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
     # Or the kernel builds matplotlib's cache of fonts, and where that takes long says so.
     import matplotlib.font_manager  # noqa: F401
 
     shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
     notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
+    # No settings of this user's, nor another kernel of the name python3 than this Python.
+    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
     # What a notebook needs it sets itself: not what conftest has set for this process.
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTEST_"))}
-    env |= {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     if name == "1_single_techniques":  # small models are trained, and compiled for that
         env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    client = NotebookClient(
-        notebook,
-        km=AsyncKernelManager(kernel_name="python3", transport="ipc"),
-        timeout=SECONDS,
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=SECONDS, resources=where)
     try:
         client.execute(env=env)
     except CellExecutionError as error:  # its text is the cell and the traceback
