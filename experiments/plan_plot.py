@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -57,28 +58,39 @@ def check_picture(path: Path) -> None:
         raise UserError(f"--plot {path}: its ending is to be one of {', '.join(formats)}")
 
 
-def draw(
-    path: Path,
+def draw(path: Path, *args: Any) -> None:
+    """Writes `figure` into a file.
+
+    Args:
+      path: of the picture; its ending says which format.
+      args: of `figure`.
+    """
+    figure(*args).savefig(path, dpi=120)
+
+
+def figure(
     bars: Sequence[tuple[str, Report]],
     timeline: Timeline,
     limit_gib: float,
     pipeline: tuple[Schedule, Times] | None = None,
-) -> None:
+) -> Figure:
     """Draws memory per device, a bar for each policy, above the timeline of the plan itself.
 
     Args:
-      path: of the picture; its ending says which format.
       bars: a label and the report of each policy.
       timeline: *modelled*, of the planned step.
       limit_gib: memory of one device, drawn as a line.
       pipeline: schedule and *modelled* times of a step with stages, drawn below.
+
+    Returns:
+      The picture, which a notebook shows.
     """
     heights = [5.0, 3.0]
     if pipeline:
         heights += 2 * [0.9 + 0.32 * pipeline[0].stages]
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    memory, time, *panels = figure.subplots(len(heights), 1, height_ratios=heights)
+    picture = Figure(figsize=(11, sum(heights)), layout="constrained")
+    FigureCanvasAgg(picture)
+    memory, time, *panels = picture.subplots(len(heights), 1, height_ratios=heights)
     report = bars[0][1]
 
     labels = [label for label, _ in bars]
@@ -128,4 +140,4 @@ def draw(
     )
     if pipeline:
         draw_pipeline((panels[0], panels[1]), *pipeline)
-    figure.savefig(path, dpi=120)
+    return picture

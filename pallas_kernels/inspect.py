@@ -43,7 +43,22 @@ from pallas_kernels.build import Build, CompileError, build, build_all, check_ta
 from pallas_kernels.cross_entropy import cases as cross_entropy
 from pallas_kernels.gpus import Gpu
 
-__all__ = ["KERNELS", "Case", "Entry", "build", "main", "report", "roofline_seconds", "simulate"]
+__all__ = [
+    "KERNELS",
+    "Case",
+    "Entry",
+    "RaceError",
+    "build",
+    "main",
+    "report",
+    "roofline_seconds",
+    "simulate",
+    "table",
+]
+
+
+class RaceError(RuntimeError):
+    """Two threads touch the same memory unordered; the message says which accesses, and where."""
 
 
 class Case(NamedTuple):
@@ -146,7 +161,7 @@ def simulate(case: Case) -> float:
       reference in float32. An int in `args` is zero.
 
     Raises:
-      RuntimeError: two threads race; the message says where (the last lines).
+      RaceError: two threads race; the message says where, in one line.
     """
     leaves, tree = jax.tree.flatten(list(case.args))
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -158,8 +173,17 @@ def simulate(case: Case) -> float:
     ]
     wide = [_wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in values]
     args, wide_args = jax.tree.unflatten(tree, values), jax.tree.unflatten(tree, wide)
-    with backend.simulate():
-        got = jax.block_until_ready(jax.jit(lambda *args: case.function(*args))(*args))
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # JAX logs a race with the stack of every thread
+    try:
+        with backend.simulate():
+            got = jax.block_until_ready(jax.jit(lambda *args: case.function(*args))(*args))
+    except RuntimeError as error:
+        if (race := _race(error)) is None:
+            raise
+        raise RaceError(race) from None
+    finally:
+        logging.disable(before)
     with jax.default_matmul_precision("highest"):
         exact = case.reference(*wide_args)
     mine, naive = _error(got, exact), _error(case.reference(*args), exact)
@@ -234,8 +258,11 @@ def _sizes(name: str, text: str | None) -> dict[str, int]:
 def _race(error: Exception) -> str | None:
     """What the race detector says, in one line: which accesses, by which warpgroup, where."""
     _, found, text = str(error).rpartition("RACE DETECTED")
-    access = r"(read|write) of [^\n]* from \w+\([^\n]*?(\w+=\d+)\), (\S+:\d+)"
-    sides = [f"{what} by {who} at {where}" for what, who, where in re.findall(access, text)]
+    access = r"(read|write) of [^\n]* from \w+\([^\n]*?(\w+=\d+)\), (\S+):\d+ \((\S+)\)"
+    sides = [
+        f"{what} by {who} in {function.split('.')[-1]}, {'/'.join(where.split('/')[-2:])}"
+        for what, who, where, function in re.findall(access, text)
+    ]
     return (" and ".join(sides) or "no more is known") if found else None
 
 
@@ -314,16 +341,10 @@ def _named(todo: _Todo) -> Callable:
 def _simulated(name: str, sizes: dict[str, int], case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "configuration": case.label, "shape": sizes}
     row |= {"race": None, "error": None}
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # JAX logs a race with the stack of every thread
     try:
         row["error"] = simulate(case)
-    except RuntimeError as error:
-        if (race := _race(error)) is None:
-            raise
-        row["race"] = race
-    finally:
-        logging.disable(before)
+    except RaceError as error:
+        row["race"] = str(error)
     return row
 
 

@@ -54,18 +54,30 @@ def stream(axes: Axes, segments: list[Segment], name: str, seconds: float) -> No
 
 
 def draw(path: Path, title: str, sides: Mapping[str, Timeline], layers: int) -> None:
-    """One layer forward and one backward, of each side, one above the other on one scale.
+    """Writes `figure` into a file.
 
     Args:
       path: of the picture.
+      title, sides, layers: of `figure`.
+    """
+    figure(title, sides, layers).savefig(path, dpi=100)
+
+
+def figure(title: str, sides: Mapping[str, Timeline], layers: int) -> Figure:
+    """One layer forward and one backward, of each side, one above the other on one scale.
+
+    Args:
       title: what the sides have in common.
       sides: timelines by what to call them.
       layers: of the model.
+
+    Returns:
+      The picture, which a notebook shows.
     """
-    figure = Figure(figsize=(11, 1.6 * len(sides) + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(sides), len(MARKS), sharey=True, squeeze=False)
-    figure.suptitle(
+    picture = Figure(figsize=(11, 1.6 * len(sides) + 0.8), layout="constrained")
+    FigureCanvasAgg(picture)
+    grid = picture.subplots(len(sides), len(MARKS), sharey=True, squeeze=False)
+    picture.suptitle(
         f"{title}: one layer, modelled; compute blue, communication green, waited for red",
         fontsize=10,
     )
@@ -96,4 +108,4 @@ def draw(path: Path, title: str, sides: Mapping[str, Timeline], layers: int) -> 
             axes.set_yticks(list(STREAMS.values()), list(STREAMS), fontsize=8)
             axes.tick_params(axis="x", labelsize=8)
         grid[-1, column].set_xlabel("milliseconds", fontsize=8)
-    figure.savefig(path, dpi=100)
+    return picture
