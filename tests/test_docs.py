@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,6 +150,23 @@ def test_links_lead_somewhere(page):
         if place:
             titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", there.read_text()), re.MULTILINE)
             assert place in map(anchor, titles), f"{page}: {link}"
+
+
+def test_the_layers_of_the_readme_are_the_enforced_ones():
+    """Row by row from above; within a row `above` separates layers."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    enforced = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    table = (ROOT / "README.md").read_text().split("| row | modules |")[1].split("\n\n")[0]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+    stated = [part for row in rows for part in re.split(r",? above ", row)]
+    names = lambda text: {name.split(".")[-1] for name in re.findall(r"`([\w.]+)", text)}
+    place = {name: index for index, part in enumerate(stated) for name in names(part)}
+    last = -1
+    for layer in enforced[1:-1]:  # between programs and kernels
+        modules = [module.strip().split(".")[-1] for module in layer.split("|")]
+        places = {place[module] for module in modules}  # each has a place
+        assert len(places) == 1 and min(places) >= last, f"{layer}: {sorted(places)} after {last}"
+        last = max(places)
 
 
 @pytest.mark.slow
