@@ -33,11 +33,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 from experiments import cli
 from experiments.errors import UserError
-from experiments.plan_plot import check_picture
 from pallas_kernels import attention as ours
 from pallas_kernels import gpus
 
@@ -247,6 +245,8 @@ def table(rows: list[dict[str, Any]], device: str) -> str:
 
 def plot(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     """Rates of the causal mask at head size 128 against the length; a picture for each pass."""
+    from matplotlib.figure import Figure  # not at the top: to time needs none
+
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, which in zip(figure.subplots(1, 2, sharey=True), ("forward", "forward+backward")):
         for side in SIDES:
@@ -272,7 +272,7 @@ def plot(rows: list[dict[str, Any]], device: str, file: Path) -> None:
 def gpu_here() -> str:
     """What JAX calls the GPU it runs on."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
+    if device.platform not in ("gpu", "cuda"):
         raise UserError(f"this benchmark needs a GPU, and JAX runs on the {device.platform}")
     return device.device_kind
 
@@ -284,6 +284,8 @@ def main(options: Options) -> None:
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: at least 1")
     if options.plot:
+        from experiments.plan_plot import check_picture
+
         check_picture(Path(options.plot))
     device = gpu_here()
     gpu = gpus.find(device)
