@@ -52,7 +52,7 @@ def child(*words: str, fake: bool, item_box: float = 120.0) -> Part:
     return Part("-".join(words), command + ["--fake"] * fake, item_box)
 
 
-def test_parts(fake: bool) -> list[Part]:
+def parts_of_tests(fake: bool) -> list[Part]:
     """A part for each file with tests for a GPU; in a fake run, a test in the simulator."""
     marked = [p for p in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in p.read_text("utf-8")]
     stem = lambda path: path.stem.removeprefix("test_").removesuffix("_mosaic")
@@ -86,7 +86,7 @@ def stages(fake: bool, alone: bool = False) -> list[Stage]:
     most = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     # Tests are not timed: while one file compiles, others run. Some memory for each.
     at_once = 1 if fake or alone else max(1, min(4, (os.cpu_count() or 1) // 4))
-    tests = Stage("tests", test_parts(fake), 60, 120, at_once, few)
+    tests = Stage("tests", parts_of_tests(fake), 60, 120, at_once, few)
     train = [
         Stage(f"train {case}", [child("train", case, fake=fake)], 65, 150, 1, most, ("first",))
         for case in STEPS

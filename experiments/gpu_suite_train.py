@@ -144,10 +144,18 @@ def train(case: str, fake: bool) -> int:
         )
         losses.append(float(figures.loss))
     memory("steps taken")
-    if not (np.isfinite(losses).all() and losses[-1] < losses[0]):
-        print(f"the loss of one batch again and again did not fall: {losses}", file=sys.stderr)
-        return 1
-    return 0
+    if fault := fault_of(losses):
+        print(fault, file=sys.stderr)
+    return int(bool(fault))
+
+
+def fault_of(losses: list[float]) -> str:
+    """What is wrong with the losses of steps on one batch; empty: nothing."""
+    if not np.isfinite(losses).all():
+        return f"a loss is not finite: {losses}"
+    if not losses[-1] < losses[0]:
+        return f"the loss of one batch, again and again, did not fall: {losses}"
+    return ""
 
 
 def decode_speed(fake: bool) -> int:
