@@ -85,8 +85,12 @@ _FIGURES = {"ceiling": _ceiling, "kernel": _kernel, "attention": _attention, "de
 
 
 def plan_rows(file: Path = PLAN) -> list[dict[str, Any]]:
-    """What was planned; nothing where the file is missing."""
-    return json.loads(file.read_text())["rows"] if file.exists() else []
+    """What was planned, with the version of JAX that did; nothing where the file is missing."""
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text("utf-8"))
+    jax = found["made_by"]["versions"]["jax"]
+    return [row | {"note": f"by jax {jax}"} for row in found["rows"]]
 
 
 def _training(stage: Results, entries: list[dict[str, Any]], results: Results) -> list[Figure]:
@@ -132,9 +136,10 @@ def _training(stage: Results, entries: list[dict[str, Any]], results: Results) -
     for row in plan_rows():
         if row["step"] == case and not results.get("fake") and gpu in (row["target"], None):
             where = f"planned for {row['target']}"
-            add(f"step, {where}", row["modelled_step_ms"], "ms", "modelled")
-            add(f"MFU, {where}", 100 * row["modelled_mfu"], "%", "modelled")
-            add(f"peak memory, {where}", row["compiled_peak_gib"], "GiB", "compiled")
+            by = row["note"]
+            add(f"step, {where}", row["modelled_step_ms"], "ms", "modelled", by)
+            add(f"MFU, {where}", 100 * row["modelled_mfu"], "%", "modelled", by)
+            add(f"peak memory, {where}", row["compiled_peak_gib"], "GiB", "compiled", by)
     return found
 
 
