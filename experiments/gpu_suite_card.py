@@ -1,6 +1,7 @@
 """What `nvidia-smi` says of the card: asked, never told. Without the program, it says so."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ FIELDS = (
     "power.draw", "temperature.gpu", "compute_mode", "persistence_mode", "mig.mode.current",
     "ecc.mode.current", "pcie.link.gen.current", "pcie.link.width.current",
 )  # fmt: skip
+PREFIX = Path("/usr/local")  # of CUDA
 WATCHED = ("clocks.sm", "power.draw", "temperature.gpu", "utilization.gpu", "memory.used")
 
 
@@ -49,10 +51,12 @@ def ask(fields: tuple[str, ...] = FIELDS, program: str = "nvidia-smi") -> dict[s
 def cuda_root() -> str | None:
     """A folder with ptxas and libdevice, for JAX where its own wheels of them are missing.
 
-    Without them jax 0.11 and 0.12 look in a folder called None, and no Mosaic kernel compiles.
-    """
-    import importlib.util
+    Without them, but with others of NVIDIA's wheels, jax 0.11 and 0.12 look in a folder called
+    None, and no Mosaic kernel compiles.
 
+    Returns:
+      The folder; "" where JAX finds one itself; None where there is none.
+    """
     whole = lambda root: (
         (root / "bin/ptxas").exists() and (root / "nvvm/libdevice/libdevice.10.bc").exists()
     )
@@ -62,11 +66,11 @@ def cuda_root() -> str | None:
             spec = importlib.util.find_spec(package)
             wheels += map(Path, (spec.submodule_search_locations or ()) if spec else ())
     if os.environ.get("CUDA_ROOT") or any(map(whole, wheels)):
-        return None  # JAX finds them itself
+        return ""
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     tools = filter(None, (shutil.which("ptxas"), shutil.which("nvcc")))
     roots += [Path(tool).resolve().parents[1] for tool in tools]
-    roots += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    roots += [PREFIX / "cuda", *sorted(PREFIX.glob("cuda-*"), reverse=True)]
     return next((str(root) for root in roots if whole(root)), None)
 
 

@@ -183,8 +183,12 @@ def ceilings(fake: bool) -> None:
         ),
     }
     for name, (call, args, work, unit) in cases.items():
-        times = alternate({name: jax.jit(call)}, args, 2 if fake else ROUNDS)
-        records.write("ceiling", name=name, value=work / times[name], unit=unit)
+        compiled = jax.jit(call).lower(*args).compile()
+        times = alternate({name: compiled}, args, 2 if fake else ROUNDS)
+        note = "plain XLA program, " + (f"{n}^3" if "matmul" in name else f"{2 * big.size:,} bytes")
+        if name == "fp8 matmul" and "matmul$f8" not in (compiled.as_text() or ""):
+            note += ", in a wider type: not cuBLASLt's FP8"
+        records.write("ceiling", name=name, value=work / times[name], unit=unit, note=note)
 
 
 def attention(fake: bool) -> int:

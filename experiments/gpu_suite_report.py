@@ -44,8 +44,8 @@ def figures(results: Results) -> list[Figure]:
 
 
 def _ceiling(record: dict[str, Any]) -> list[Figure]:
-    note = "plain XLA program, 8192 x 8192 x 8192" if "matmul" in record["name"] else "2 GiB"
-    return [Figure("ceiling", record["name"], record["value"], record["unit"], "measured", note)]
+    values = record["name"], record["value"], record["unit"], "measured", record["note"]
+    return [Figure("ceiling", *values)]
 
 
 def _kernel(record: dict[str, Any]) -> list[Figure]:
@@ -134,7 +134,8 @@ def _training(stage: Results, entries: list[dict[str, Any]], results: Results) -
     case = next((word for word in case if word in STEPS), "")
     gpu = (results.get("card") or {}).get("gpu")
     for row in plan_rows():
-        if row["step"] == case and not results.get("fake") and gpu in (row["target"], None):
+        as_planned = "," not in name and not results.get("fake")
+        if as_planned and row["step"] == case and gpu in (row["target"], None):
             where = f"planned for {row['target']}"
             by = row["note"]
             add(f"step, {where}", row["modelled_step_ms"], "ms", "modelled", by)
@@ -154,7 +155,7 @@ def heading(results: Results) -> str:
     card, smi = results.get("card") or {}, results.get("nvidia_smi") or {}
     versions = (card.get("environment") or {}).get("versions") or {}
     kind = "fake" if results.get("fake") else card.get("device_kind", "no card found")
-    driver = smi.get("driver_version", "driver unknown: no nvidia-smi")
+    driver = smi.get("driver_version", "unknown (no nvidia-smi)")
     return f"GPU suite on {kind}, driver {driver}, jax {versions.get('jax')}"
 
 

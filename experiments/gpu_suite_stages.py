@@ -100,7 +100,7 @@ def stages(fake: bool, alone: bool = False) -> list[Stage]:
         Stage("kernels", [child("kernels", fake=fake)], 25, 75),
         attention,
         *train[:-1],
-        Stage("decode", [child("decode", fake=fake)], 30, 75, 1, most),
+        Stage("decode", [child("decode", fake=fake)], 40, 75, 1, most),
         train[-1],
         # What the kernels gain, and whether they compute the same; if time is left.
         *([] if fake else [plain]),

@@ -172,7 +172,7 @@ def suite(tmp_path, monkeypatch):
 
 def test_time_is_shared_out_and_none_is_exceeded(suite, tmp_path):
     slow = script("slow", items({"a": "time.sleep(60)"}, "a", "b"), item_box=100.0)
-    quick = script("quick", "write('ceiling', name='copy', value=2.0, unit='GB/s')")
+    quick = script("quick", "write('ceiling', name='copy', value=2.0, unit='GB/s', note='')")
     todo = [
         Stage("slow", [slow], 1, 100),
         Stage("quick", [quick], 6, 5),
@@ -363,4 +363,8 @@ def test_cuda_is_found_where_the_wheels_of_its_compiler_are_missing(tmp_path, mo
         (tmp_path / name).touch(mode=0o755)
     assert gpu_suite_card.cuda_root() == str(tmp_path)
     monkeypatch.setenv("CUDA_ROOT", "/somewhere")
-    assert gpu_suite_card.cuda_root() is None  # the user has said
+    assert gpu_suite_card.cuda_root() == ""  # the user has said
+    monkeypatch.delenv("CUDA_ROOT")
+    (tmp_path / "bin/ptxas").unlink()
+    monkeypatch.setattr(gpu_suite_card, "PREFIX", tmp_path)
+    assert gpu_suite_card.cuda_root() is None
