@@ -5,7 +5,6 @@ from typing import Any
 
 from experiments import gpu_suite_records as records
 
-records.die_with_parent()
 _outcomes: dict[str, tuple[str, list[str]]] = {}
 _started: dict[str, float] = {}
 _session: list[Any] = []
@@ -13,6 +12,7 @@ _session: list[Any] = []
 
 def pytest_sessionstart(session: Any) -> None:
     """Keeps what can be told to stop."""
+    records.die_with_parent()
     _session.append(session)
 
 

@@ -270,11 +270,14 @@ def test_figures_stand_beside_the_plan():
         ),
     ]
     part = Part("train-bf16", ["python", "train", "bf16"], records=entries, status="ok")
-    results = {"card": {"gpu": "h200"}, "stages": [Stage("train bf16", [part], 1, 1).plain()]}
+    decode = Part("decode", [], records=[record("decoder", read_gb=4.8, bound_ms=1.0)])
+    both = [Stage("train bf16", [part], 1, 1), Stage("decode", [decode], 1, 1)]
+    results = {"card": {"gpu": "h200"}, "stages": [stage.plain() for stage in both]}
     found = {f.name: f for f in gpu_suite_report.figures(results)}
     assert found["step"].value == pytest.approx(1100) and "1,000.0 to 1,200.0" in found["step"].note
     assert found["speed"].value == pytest.approx(65536 / 1.1)
     assert found["MFU"].value == pytest.approx(100 * 6e14 / 1.1 / 1e15)
+    assert found["a plain pass, at best"][2:5] == (1.0, "ms", "modelled")
     assert "4 micro-batches" in found["peak memory, by its program"].note
     planned = {name: f.kind for name, f in found.items() if "planned for h200" in name}
     assert planned == {
