@@ -122,6 +122,7 @@ class Suite:
             if part.status != "ok" and part.why:
                 print(f"  {part.name}: {part.status}: {part.why}", flush=True)
         self.write()
+        self.write_log()
         if not self.fake:
             smi.wait_until_free(self.results["nvidia_smi"])
 
@@ -188,16 +189,20 @@ class Suite:
         self.results["seconds"] = time.monotonic() - self.started
         reporting.write(self.results, self.out)
 
-    def finish(self) -> int:
-        """The last files and the table."""
-        self.watch.stop()
-        self.results["complete"] = True
-        self.write()
+    def write_log(self) -> None:
+        """What the stages printed, one after the other."""
         logs = sorted(self.work.glob("*.log"), key=lambda p: p.stat().st_mtime)
         with open(self.out / "log.txt", "w", encoding="utf-8") as file:
             for log in logs:
                 text = log.read_text(encoding="utf-8", errors="replace")
                 file.write(f"==== {log.stem}\n{text[-200_000:]}\n")
+
+    def finish(self) -> int:
+        """The last files and the table."""
+        self.watch.stop()
+        self.results["complete"] = True
+        self.write()
+        self.write_log()
         spare = max(1.0, self.end - time.monotonic() - 1)
         command = [sys.executable, "-m", "experiments.gpu_suite_report", str(self.out)]
         with contextlib.suppress(subprocess.TimeoutExpired):
