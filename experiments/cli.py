@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tyro
 
 from experiments.errors import UserError
 from jaxaccel import target
@@ -32,6 +31,8 @@ def parse[T](
         "=".join([aliases.get(option, option), *value])
         for option, *value in (arg.split("=", 1) for arg in args)
     ]
+    import tyro  # not at the top: benchmarks are imported where it is not installed
+
     start = tyro.MISSING_NONPROP if default is None else default
     refusal = io.StringIO()
     try:

@@ -23,6 +23,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import os
 import statistics
 import time
@@ -33,11 +34,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from matplotlib.figure import Figure
 
 from experiments import cli
 from experiments.errors import UserError
-from experiments.plan_plot import check_picture
 from pallas_kernels import attention as ours
 from pallas_kernels import gpus
 
@@ -204,7 +203,7 @@ def row(case: Case, backward: bool, side: str, result: float | str, peak: float 
 
 
 def measure(case: Case, programs: dict[bool, dict], rounds: int, peak: float | None) -> list[dict]:
-    """Both passes of a case, all sides; `difference` is the largest, from our output."""
+    """Both passes of a case, all sides; `difference` is the largest, from our output, if any."""
     shape = case.batch, case.length, case.heads, case.head_size
     keys = jax.random.split(jax.random.key(0), 4)
     args = tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
@@ -214,7 +213,7 @@ def measure(case: Case, programs: dict[bool, dict], rounds: int, peak: float | N
         results = sides | alternate(able, args, rounds)
         new = {side: row(case, backward, side, r, peak) for side, r in results.items()}
         output = lambda call: jax.tree.leaves(call(*args))[0].astype(jnp.float32)
-        reference = output(able["ours"])
+        reference = output(able["ours"]) if "ours" in able else math.nan
         for side, call in able.items():
             new[side]["difference"] = float(jnp.max(jnp.abs(output(call) - reference)))
         rows += new.values()
@@ -247,6 +246,8 @@ def table(rows: list[dict[str, Any]], device: str) -> str:
 
 def plot(rows: list[dict[str, Any]], device: str, file: Path) -> None:
     """Rates of the causal mask at head size 128 against the length; a picture for each pass."""
+    from matplotlib.figure import Figure  # not at the top: to time needs none
+
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, which in zip(figure.subplots(1, 2, sharey=True), ("forward", "forward+backward")):
         for side in SIDES:
@@ -272,7 +273,7 @@ def plot(rows: list[dict[str, Any]], device: str, file: Path) -> None:
 def gpu_here() -> str:
     """What JAX calls the GPU it runs on."""
     device = jax.devices()[0]
-    if device.platform != "gpu":
+    if device.platform not in ("gpu", "cuda"):
         raise UserError(f"this benchmark needs a GPU, and JAX runs on the {device.platform}")
     return device.device_kind
 
@@ -284,6 +285,8 @@ def main(options: Options) -> None:
     if options.rounds < 1:
         raise UserError(f"--rounds {options.rounds}: at least 1")
     if options.plot:
+        from experiments.plan_plot import check_picture
+
         check_picture(Path(options.plot))
     device = gpu_here()
     gpu = gpus.find(device)

@@ -1,5 +1,6 @@
-"""The Mosaic GPU kernels of attention's backward pass: simulated, and built for an H200."""
+"""The Mosaic GPU kernels of attention's backward pass: simulated, built for an H200, run."""
 
+import contextlib
 import itertools
 from functools import partial
 
@@ -108,7 +109,7 @@ def errors(got, want):
     return [float(jnp.abs(a.astype(jnp.float32) - b).max()) for a, b in zip(got, want)]
 
 
-def check(case, *, scale=None, logits_soft_cap=None):
+def check(case, *, scale=None, logits_soft_cap=None, lane=backend.simulate):
     """Gradients of the kernels, whose error is at most three times the naive form's."""
     q, k, v, dout, dlse, _, mask = case
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -122,10 +123,11 @@ def check(case, *, scale=None, logits_soft_cap=None):
         out = out.astype(q.dtype).astype(jnp.float32)
         return gradients, naive, lse, (out * dout.astype(jnp.float32)).sum(-1) - dlse
 
-    want, naive, lse, delta = references(case)
+    with jax.default_matmul_precision("highest"):  # float32, and on a GPU not TF32
+        want, naive, lse, delta = references(case)
     kernels = jax.jit(partial(mosaic_backward.backward, Options(band, scale, logits_soft_cap)))
     inputs = q, k, v, arrays, lse, delta, dout
-    with backend.simulate():
+    with lane():
         got = jax.block_until_ready(kernels(*inputs))
     for a, x in zip(got, (q, k, v), strict=True):
         assert a.dtype == x.dtype and a.shape == x.shape
@@ -144,6 +146,23 @@ def test_agrees_with_the_reference(number):
     extra = dict(row.pop("extra"))
     case = make_case(LENGTHS[number % len(LENGTHS)], **row, **_sinks(extra), seed=number)
     check(case, **extra)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(ROWS)))
+def test_run(number):
+    row = {name: FEATURES[name][value] for name, value in ROWS[number].items()}
+    extra = dict(row.pop("extra"))
+    case = make_case(LENGTHS[number % len(LENGTHS)], **row, **_sinks(extra), seed=number)
+    check(case, **extra, lane=contextlib.nullcontext)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128)])
+def test_run_long(sizes):
+    """Many blocks for each program, and more programs than a GPU has cores."""
+    case = make_case((2048, 2048), (8, 2), sizes, {"causal": True}, jnp.bfloat16, packed=True)
+    check(case, lane=contextlib.nullcontext)
 
 
 def _sinks(extra):

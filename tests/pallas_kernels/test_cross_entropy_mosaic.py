@@ -367,7 +367,7 @@ def test_the_cases_of_the_table():
 
 
 @pytest.mark.gpu
-def test_run():
+@pytest.mark.parametrize("row", [*ROWS, (4096, 2048, 50257, None, BF16, {"z_loss": 1e-4})])
+def test_run(row):
     """The simulated lane's cases on the real tiles, and a size that fills a GPU."""
-    for row in [*ROWS, (4096, 2048, 50257, None, BF16, {"z_loss": 1e-4})]:
-        check(*row)
+    check(*row)
