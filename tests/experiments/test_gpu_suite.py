@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from experiments import gpu_suite, gpu_suite_card, gpu_suite_report, gpu_suite_train
 from experiments.errors import UserError
-from experiments.gpu_suite_cases import DECODE, FAKE, STEPS, TARGETS
-from experiments.gpu_suite_run import Part, run
-from experiments.gpu_suite_stages import Stage, parts_of_tests, stages
+from experiments.gpu_suite import __main__ as gpu_suite
+from experiments.gpu_suite import card as gpu_suite_card
+from experiments.gpu_suite import report as gpu_suite_report
+from experiments.gpu_suite import train as gpu_suite_train
+from experiments.gpu_suite.cases import DECODE, FAKE, STEPS, TARGETS
+from experiments.gpu_suite.run import Part, run
+from experiments.gpu_suite.stages import Stage, parts_of_tests, stages
 
 
 def script(name, body, **options):
     """A part that runs Python; `say` writes a record."""
-    head = "import os, signal, sys, time\nfrom experiments.gpu_suite_records import *\n"
+    head = "import os, signal, sys, time\nfrom experiments.gpu_suite.records import *\n"
     return Part(name, [sys.executable, "-c", head + body], **options)
 
 
@@ -79,7 +82,7 @@ def test_the_suite_in_small(tmp_path):
 
 def test_the_suite_itself_leaves_jax_alone():
     """Its process would otherwise hold the GPU's memory while the stages want it."""
-    code = "import sys, experiments.gpu_suite; assert 'jax' not in sys.modules, 'jax'"
+    code = "import sys, experiments.gpu_suite.__main__; assert 'jax' not in sys.modules, 'jax'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

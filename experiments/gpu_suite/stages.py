@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments import gpu_suite_records as records
-from experiments.gpu_suite_cases import STEPS
-from experiments.gpu_suite_run import Part
+from experiments.gpu_suite import records as records
+from experiments.gpu_suite.cases import STEPS
+from experiments.gpu_suite.run import Part
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Of the kernels' tests, those that the training step needs first.
 FIRST = ("attention_mosaic", "attention_mosaic_backward", "cross_entropy", "rms_norm", "swiglu",
          "fp8_matmul", "adam_8bit")  # fmt: skip
@@ -48,7 +48,7 @@ class Stage:
 
 def child(*words: str, fake: bool, item_box: float = 120.0) -> Part:
     """A part that is one of our own programs."""
-    command = [sys.executable, "-m", "experiments.gpu_suite_child", *words]
+    command = [sys.executable, "-m", "experiments.gpu_suite.child", *words]
     return Part("-".join(words), command + ["--fake"] * fake, item_box)
 
 
@@ -63,7 +63,7 @@ def parts_of_tests(fake: bool) -> list[Part]:
         path = ROOT / "tests/pallas_kernels/test_swiglu.py"
         chosen = [("not target", path, ("-k", "test_simulated and shape0"))]
     options = ("-q", "--tb=short", "-o", "addopts=", "-o", "filterwarnings=default",
-               "-p", "no:cacheprovider", "-p", "experiments.gpu_suite_pytest")  # fmt: skip
+               "-p", "no:cacheprovider", "-p", "experiments.gpu_suite.pytest_plugin")  # fmt: skip
     return [
         Part(
             path.stem,

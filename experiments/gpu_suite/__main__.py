@@ -35,13 +35,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments import gpu_suite_card as smi
-from experiments import gpu_suite_records as records
-from experiments import gpu_suite_report as reporting
 from experiments.errors import UserError
-from experiments.gpu_suite_cases import FAKE, PLAN
-from experiments.gpu_suite_run import Part, run
-from experiments.gpu_suite_stages import ROOT, Stage, child, stages
+from experiments.gpu_suite import card as smi
+from experiments.gpu_suite import records as records
+from experiments.gpu_suite import report as reporting
+from experiments.gpu_suite.cases import FAKE, PLAN
+from experiments.gpu_suite.run import Part, run
+from experiments.gpu_suite.stages import ROOT, Stage, child, stages
 
 PROG = "python -m experiments.gpu_suite"
 NEEDED = ("jax", "flax", "optax", "numpy", "jaxtyping", "pytest")
@@ -204,7 +204,7 @@ class Suite:
         self.write()
         self.write_log()
         spare = max(1.0, self.end - time.monotonic() - 1)
-        command = [sys.executable, "-m", "experiments.gpu_suite_report", str(self.out)]
+        command = [sys.executable, "-m", "experiments.gpu_suite.report", str(self.out)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             environment = os.environ | {"PYTHONPATH": _path()}
             done = subprocess.run(
@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if not 0.2 <= options.minutes <= 600:
             raise UserError(f"--minutes {options.minutes}: legal are 0.2 to 600")
         if options.plan:
-            from experiments.gpu_suite_train import make_plan
+            from experiments.gpu_suite.train import make_plan
             from jaxaccel.target import quiet_cpu
 
             quiet_cpu()

@@ -1,7 +1,7 @@
 """Runs the parts of a GPU suite's stage, each in a process of its own, within a time box.
 
 A part may have items (tests of a file, cases of a benchmark), of which it says when each starts and
-ends (`gpu_suite_records`). Where an item crashes its process, hangs, or leaves the GPU broken, it
+ends (`records`). Where an item crashes its process, hangs, or leaves the GPU broken, it
 is written down, and a new process goes on with the others. A part whose stage ran out of time can
 go on later. Processes are killed as groups, with SIGKILL: what waits for a GPU hears nothing else.
 """
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments import gpu_suite_records as records
+from experiments.gpu_suite import records as records
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STARTS = 6  # processes of a part, at most
 POLL = 0.1  # seconds
 

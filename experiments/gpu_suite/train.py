@@ -22,9 +22,9 @@ import numpy as np
 from flax import nnx
 
 from experiments import configs, metrics
-from experiments import gpu_suite_records as records
 from experiments.config import TrainConfig, model_flops, step_config
-from experiments.gpu_suite_cases import DECODE, STEPS, TARGETS
+from experiments.gpu_suite import records as records
+from experiments.gpu_suite.cases import DECODE, STEPS, TARGETS
 from jaxaccel import decode, optim, plan, precision, sharding
 from jaxaccel.fp8 import is_cold
 from jaxaccel.nn import Decoder, MtpConfig, parameter_count

@@ -17,5 +17,5 @@ DECODE = {
     "speculative, 3 drafts": (1, 3),
 }
 TARGETS = ("h200", "h100")  # of the plan
-PLAN = Path(__file__).parent / "results" / "gpu_suite_plan.json"
+PLAN = Path(__file__).parents[1] / "results" / "gpu_suite_plan.json"
 FAKE = "FAKE RUN ON A CPU: NOTHING HERE IS A GPU FIGURE"

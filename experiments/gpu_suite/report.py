@@ -1,6 +1,6 @@
 """What the GPU suite found: a table, a report in Markdown, pictures.
 
-    python -m experiments.gpu_suite_report DIR
+    python -m experiments.gpu_suite.report DIR
 
 draws the pictures from DIR/results.json (needs matplotlib). A figure has a unit and says whether
 it was *measured*, *compiled* (read off a program that XLA compiled) or *modelled* (a roofline, or
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.gpu_suite_cases import FAKE, PLAN, STEPS
+from experiments.gpu_suite.cases import FAKE, PLAN, STEPS
 
 Results = dict[str, Any]
 
@@ -340,7 +340,7 @@ def draw(results: Results, file: Path) -> None:
 def main(argv: list[str]) -> int:
     """Draws the picture of a folder's results."""
     if len(argv) != 1 or not (Path(argv[0]) / "results.json").exists():
-        print("python -m experiments.gpu_suite_report DIR: a folder with results.json",
+        print("python -m experiments.gpu_suite.report DIR: a folder with results.json",
               file=sys.stderr)  # fmt: skip
         return 2
     folder = Path(argv[0])

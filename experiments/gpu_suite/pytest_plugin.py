@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from experiments import gpu_suite_records as records
+from experiments.gpu_suite import records as records
 
 _outcomes: dict[str, tuple[str, list[str]]] = {}
 _started: dict[str, float] = {}

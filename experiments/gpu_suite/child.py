@@ -1,10 +1,10 @@
 """One stage of the GPU suite, in a process of its own; `experiments.gpu_suite` starts it.
 
-    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite_child card|kernels|attention [--fake]
-    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite_child train bf16|fp8|full-stack [--fake]
-    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite_child decode [--fake]
+    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite.child card|kernels|attention [--fake]
+    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite.child train bf16|fp8|full-stack [--fake]
+    GPU_SUITE_RECORDS=FILE python -m experiments.gpu_suite.child decode [--fake]
 
-What it finds it writes as records (`experiments.gpu_suite_records`). With --fake everything is so
+What it finds it writes as records (`experiments.gpu_suite.records`). With --fake everything is so
 small that a CPU does it in seconds.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from experiments import gpu_suite_records as records
 from experiments.allocator import keep_freed_memory
+from experiments.gpu_suite import records as records
 
 ROUNDS = 5
 
@@ -243,11 +243,11 @@ def main(argv: list[str]) -> int:
     if os.environ.get(records.KERNELS) == "off":
         without_kernels()
     if names[0] in ("train", "decode"):
-        from experiments import gpu_suite_train
+        from experiments.gpu_suite import train
 
         if names[0] == "train":
-            return gpu_suite_train.train(names[1], fake)
-        return gpu_suite_train.decode_speed(fake)
+            return train.train(names[1], fake)
+        return train.decode_speed(fake)
     stages = {"card": card, "kernels": kernels, "attention": attention}
     return stages[names[0]](fake)
 
