@@ -47,6 +47,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # a GPU is looked at, and must be as users have it.
     on_gpu = item.get_closest_marker("target") or item.get_closest_marker("gpu")
     jax.config.update("jax_disable_most_optimizations", on_gpu is None)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(on_gpu is None))  # of programs it starts
     if item.get_closest_marker("gpu") and not _RUN_LANE:
         pytest.skip("needs a GPU, and to be asked for by `pytest -m gpu`")
     here = (sys.platform, platform.machine())

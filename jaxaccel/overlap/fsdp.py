@@ -73,7 +73,8 @@ def prefetch_scan(
         result must be marked as varying along every axis along which `reduce` is to sum.
       reduce: `(gradient of gather's result, one layer of totals) -> gradient of the shards`.
       totals: of `xs` and of `after`: trees like them of earlier micro-batches' gradients, for
-        `reduce` to add before it sums over devices, or None. Not differentiated.
+        `reduce` to add, or None. Not differentiated. The sums take the place of those of `xs` in
+        memory, unless `reduce` sums them over axes along which they vary.
 
     Returns:
       What `jax.lax.scan` returns, and `gather(after)`.
