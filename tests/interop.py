@@ -17,7 +17,7 @@ LLAMA = DecoderConfig(
 )  # fmt: skip
 QWEN3 = dataclasses.replace(LLAMA, qk_norm=True, tied_head=True)
 GEMMA2 = dataclasses.replace(
-    LLAMA, layers=8, windows=(6, None), zero_centered_norm=True, post_norms=True, tied_head=True,
+    LLAMA, windows=(6,), zero_centered_norm=True, post_norms=True, tied_head=True,
     activation="gelu_tanh", embedding_scale=32**0.5, attention_soft_cap=50.0, logits_soft_cap=30.0,
     attention_scale=4**-0.5,
 )  # fmt: skip
@@ -25,11 +25,11 @@ GEMMA2 = dataclasses.replace(
 # How far losses may be from the plain ones, as a share of these: the first, and the one after ten
 # steps. Where techniques meet their bounds add up.
 Bounds = tuple[float, float]
-EXACT = 2e-6, 1e-4  # of all: sums in another order, which steps of an optimizer amplify
-BFLOAT16 = 2e-3, 1e-2  # 8 bits of a value
-FLOAT16 = 3e-4, 1e-2  # 11 bits
-EIGHT_BITS = 2e-2, 3e-2  # 4 bits, in matmuls
-MOMENTS = 0.0, 1e-2  # 8 bits, of what the first loss does not depend on
+EXACT = 1e-6, 1e-5  # of all: sums in another order, which steps of an optimizer amplify
+BFLOAT16 = 1e-3, 5e-3  # 8 bits of a value
+FLOAT16 = 1e-4, 3e-3  # 11 bits
+EIGHT_BITS = 2e-2, 4e-2  # 4 bits, in matmuls
+MOMENTS = 0.0, 2e-3  # 8 bits, of what the first loss does not depend on
 
 
 class Technique(NamedTuple):
@@ -41,6 +41,7 @@ class Technique(NamedTuple):
     bounds: Bounds = (0.0, 0.0)  # of one that is approximate
     plain: Mapping[str, Any] = {}  # options of the plain run that it is compared with
     cost: float = 1.0  # how much longer a step takes to be compiled with it, about
+    like: str = ""  # one that stands for it in pairs: runs take turns
 
 
 def another(group: str, cost: float = 1.0, **options: Any) -> Technique:
@@ -55,13 +56,14 @@ def eight_bits(recipe: str, cost: float) -> Technique:
     )
 
 
-def folder(model: DecoderConfig) -> Technique:
+def folder(model: DecoderConfig, like: str = "") -> Technique:
     """A released model, read from a folder; the plain run is handed the same parameters."""
-    return Technique("folder", {"model": model, "folder": True}, plain={"model": model}, cost=1.2)
+    options, plain = {"model": model, "folder": True}, {"model": model}
+    return Technique("folder", options, plain=plain, cost=1.2, like=like)
 
 
-def stages(pipeline: str) -> Technique:
-    return Technique("pipeline", {"pipeline": pipeline, "axes": "stage"}, cost=1.6)
+def stages(pipeline: str, like: str = "") -> Technique:
+    return Technique("pipeline", {"pipeline": pipeline, "axes": "stage"}, cost=1.6, like=like)
 
 
 def hidden(name: str, axis: str, cost: float) -> Technique:
@@ -78,7 +80,9 @@ TECHNIQUES: dict[str, Technique] = {
     "remat selective": Technique("remat", {"remat": "selective"}),
     "remat full": Technique("remat", {"remat": "full"}),
     "remat sqrt": Technique("remat", {"remat": "sqrt"}),
-    "remat names": Technique("remat", {"remat": "names:key,mlp_gate,attention_norm"}),
+    "remat names": Technique(
+        "remat", {"remat": "names:key,mlp_gate,attention_norm"}, like="remat selective"
+    ),
     "fp8 current": eight_bits("current", 1.1),
     "fp8 delayed": eight_bits("delayed", 1.2),
     "fp8 block": eight_bits("block", 1.6),
@@ -93,7 +97,7 @@ TECHNIQUES: dict[str, Technique] = {
     "attention xla": Technique("attention", {"attention": "xla"}),
     "freeze": another("freeze", freeze=FREEZE),
     "qwen3 folder": folder(QWEN3),
-    "gemma2 folder": folder(GEMMA2),
+    "gemma2 folder": folder(GEMMA2, like="qwen3 folder"),
     "data": Technique("data", {"axes": "data"}),
     "fsdp": Technique("fsdp", {"axes": "fsdp"}),
     "sequence": Technique("sequence", {"axes": "sequence"}, cost=1.2),
@@ -105,9 +109,9 @@ TECHNIQUES: dict[str, Technique] = {
     "positions": hidden("sequence", "tensor", 1.1),  # sequence parallelism, which is no mesh axis
     "collective-matmul": hidden("collective-matmul", "tensor", 1.2),
     "ring-attention": hidden("ring-attention", "sequence", 1.6),
-    "gpipe": stages("gpipe"),
+    "gpipe": stages("gpipe", like="1f1b"),
     "1f1b": stages("1f1b"),
-    "interleaved": stages("interleaved"),
+    "interleaved": stages("interleaved", like="1f1b"),
 }
 # What a CPU cannot run, why, and where it is tested.
 ELSEWHERE = {
@@ -142,7 +146,7 @@ REFUSED: dict[Names, str] = {
         "would have to be there before its norm"
     ),
     frozenset({"ring-attention", "gemma2 folder"}): (
-        "overlap 'ring-attention' has no sliding windows, and the model has (6, None)"
+        "overlap 'ring-attention' has no sliding windows, and the model has (6,)"
     ),
     **{
         frozenset({"remat sqrt", name}): (
@@ -228,13 +232,26 @@ def possible(names: Names) -> bool:
     return len(set(groups)) == len(groups) and axes <= AXES and not refused
 
 
+def alone(name: str) -> Names:
+    """A technique, and what a run has where it has nothing else of the group."""
+    names = closed({name})
+    groups = {TECHNIQUES[name].group for name in names}
+    return names | {
+        name for name in ("float32", "remat none") if TECHNIQUES[name].group not in groups
+    }
+
+
+def stand_ins(names: Names) -> Names:
+    return frozenset(TECHNIQUES[name].like or name for name in names)
+
+
 def pairs(names: Iterable[str]) -> set[Names]:
     return set(map(frozenset, itertools.combinations(names, 2)))
 
 
 def all_pairs() -> set[Names]:
-    """Every pair that can be combined."""
-    return {pair for pair in pairs(TECHNIQUES) if possible(closed(pair))}
+    """Every pair that can be combined, of those that stand for others too."""
+    return {pair for pair in pairs(stand_ins(TECHNIQUES)) if possible(closed(pair))}
 
 
 def cost(run: Names) -> float:
@@ -243,26 +260,37 @@ def cost(run: Names) -> float:
 
 
 def covering() -> list[Names]:
-    """Runs in which every possible pair meets at least once, found greedily.
+    """Runs in which, beside those of one technique, every possible pair meets; found greedily.
 
-    A run is worth the pairs that meet in it and did not before, by second. It grows from one
-    technique by the one that makes it worth most, for as long as that is more; of the runs that
-    grow from each technique, the best is taken. `ALL_TOGETHER` counts as the first.
+    A run is worth the pairs that meet in it and did not before, for what it costs (the exponent is
+    that of several at which all runs together cost least). It grows from one technique by the one
+    that makes it worth most, for as long as that is more; of the runs that grow from each
+    technique, the best is taken. `ALL_TOGETHER` counts as the first.
     """
-    left = all_pairs() - pairs(ALL_TOGETHER)
-    worth = lambda run: len(pairs(run) & left) / cost(run)
+    names = sorted(stand_ins(TECHNIQUES), key=list(TECHNIQUES).index)
+    left = all_pairs().difference(*map(pairs, [ALL_TOGETHER, *map(alone, names)]))
+    worth = lambda run: len(pairs(run) & left) / cost(run) ** 0.7
     runs = []
     while left:
-        best = max((_grow(closed({name}), worth) for name in TECHNIQUES), key=worth)
+        best = max((_grow(closed({name}), names, worth) for name in names), key=worth)
         left -= pairs(best)
         runs.append(best)
-    return runs
+    return [_turned(run, turn) for turn, run in enumerate(runs)]
 
 
-def _grow(run: Names, worth: Callable[[Names], float]) -> Names:
+def _grow(run: Names, names: list[str], worth: Callable[[Names], float]) -> Names:
     while True:
-        larger = [closed({*run, name}) for name in TECHNIQUES if name not in run]
+        larger = [closed({*run, name}) for name in names if name not in run]
         best = max(filter(possible, larger), key=worth, default=run)
         if worth(best) <= worth(run):
             return run
         run = best
+
+
+def _turned(run: Names, turn: int) -> Names:
+    """The run with others in place of those that stand for them, where it can have them."""
+    for name in (name for name in TECHNIQUES if name in run):
+        alike = [name, *(other for other, t in TECHNIQUES.items() if t.like == name)]
+        other = run - {name} | {alike[turn % len(alike)]}
+        run = other if possible(other) else run
+    return run

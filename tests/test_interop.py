@@ -135,7 +135,6 @@ def bits(tree) -> dict[str, bytes]:
 class Result(NamedTuple):
     losses: list[float]  # of the next token: before each of ten steps, and after the last
     skipped: int
-    moved: frozenset[str]  # names of parameters that ten steps changed
 
 
 @functools.cache
@@ -148,6 +147,8 @@ def run(of: Setup, root: pathlib.Path) -> Result:
     state = start(of, made, root)
     given, expected = made.place(batch()), kinds(made.abstract_state)
     assert kinds(state) == expected
+    coded = any(x.dtype == np.uint8 for x in jax.tree.leaves(state.opt_state))
+    assert coded == of.optimizer.endswith("-8bit")
     before, losses = bits(state.params), []
     for _ in range(STEPS):
         state, metrics = made.step(state, given)
@@ -159,12 +160,16 @@ def run(of: Setup, root: pathlib.Path) -> Result:
         checkpoints.save(STEPS, state, {}, wait=True)
         restored = checkpoints.restore(made.abstract_state)
     assert bits(restored.state) == after and kinds(restored.state) == expected
-    parameters_after = bits(state.params)
+    trained = bits(state.params)
     losses.append(made.step(state, given)[1].loss)
     assert made.step(restored.state, given)[1].loss == losses[-1]
     assert made.step._cache_size() == 1  # of programs; of another kind of state there were two
-    moved = frozenset(key for key, x in before.items() if x != parameters_after[key])
-    return Result([float(x) for x in losses], skipped, moved)
+    frozen = "freeze" in dict(of.step)
+    still = {
+        key for key in before if frozen and key.endswith(("['embedding']", "['key']['kernel']"))
+    }
+    assert {key for key, x in before.items() if x == trained[key]} == still
+    return Result([float(x) for x in losses], skipped)
 
 
 @pytest.fixture(scope="module")
@@ -173,22 +178,21 @@ def root(tmp_path_factory):
 
 
 def assert_as_plain(names: Names, root: pathlib.Path) -> None:
-    """Losses are within the techniques' bounds of the plain ones, and the same parameters move."""
+    """Losses are within the techniques' bounds of the plain ones, and fall."""
     found, expected = run(interop.techniques(names), root), run(interop.plain(names), root)
     losses, wanted = found.losses, expected.losses
-    print(
-        "MEASURED", sorted(names), abs(losses[0] / wanted[0] - 1), abs(losses[-1] / wanted[-1] - 1)
-    )
     assert np.isfinite(losses).all() and found.skipped == 0
     assert losses[-1] < losses[0] - FALLS
-    assert found.moved == expected.moved
     for at, bound in zip((0, -1), interop.bounds(names)):
         np.testing.assert_allclose(losses[at], wanted[at], rtol=bound, atol=0)
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_each_alone(root, name):
-    assert_as_plain(interop.closed({name}), root)
+    names = interop.alone(name)
+    assert_as_plain(names, root)
+    if any(TECHNIQUES[name].bounds):  # it does something
+        assert run(interop.techniques(names), root) != run(interop.plain(names), root)
 
 
 @pytest.mark.parametrize("names", COVERING, ids=lambda names: "+".join(sorted(names)))
@@ -206,13 +210,15 @@ def test_all_together(root):
 def test_every_pair_meets():
     groups = {name: technique.group for name, technique in TECHNIQUES.items()}
     unlike = {pair for pair in interop.pairs(TECHNIQUES) if len({groups[n] for n in pair}) == 2}
-    refused = {names for names in REFUSED if len(names) == 2}
-    met = set().union(*map(interop.pairs, [ALL_TOGETHER, *COVERING]))
-    assert met == interop.all_pairs() == unlike - refused
-    assert all(map(interop.possible, [ALL_TOGETHER, *COVERING]))
+    possible = {pair for pair in unlike if interop.possible(interop.closed(pair))}
+    assert possible == unlike - REFUSED.keys()  # no pair is left out for want of devices
+    runs = [ALL_TOGETHER, *COVERING, *map(interop.alone, TECHNIQUES)]
+    assert all(map(interop.possible, runs))
+    met = set().union(*(interop.pairs(interop.stand_ins(run)) for run in runs))
+    assert interop.all_pairs() == {pair for pair in met if pair in possible}
     assert len(COVERING) < 50
-    largest = max(len(run) for run in COVERING)
-    assert len(ALL_TOGETHER) > largest
+    assert set().union(*COVERING) == set(TECHNIQUES) - {"float32", "remat none"}
+    assert len(ALL_TOGETHER) > max(map(len, COVERING))
 
 
 @pytest.mark.parametrize("names", REFUSED, ids=lambda names: "+".join(sorted(names)))
