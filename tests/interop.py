@@ -95,6 +95,7 @@ TECHNIQUES: dict[str, Technique] = {
     "mtp sequential": another("mtp", mtp=MtpConfig(1, "sequential"), cost=1.4),
     "mtp parallel": another("mtp", mtp=MtpConfig(1, "parallel"), cost=1.4),
     "attention xla": Technique("attention", {"attention": "xla"}),
+    "kernels xla": Technique("kernels", {"kernels": "xla"}),
     "freeze": another("freeze", freeze=FREEZE),
     "qwen3 folder": folder(QWEN3),
     "gemma2 folder": folder(GEMMA2, like="qwen3 folder"),
@@ -171,8 +172,8 @@ REFUSED: dict[Names, str] = {
 # As many as there can be at once.
 ALL_TOGETHER: Names = frozenset({
     "bfloat16", "remat full", "fp8 delayed", "adamw-8bit", "micro-batches", "mtp parallel",
-    "attention xla", "freeze", "qwen3 folder", "data", "fsdp", "tensor", "zero", "fsdp-prefetch",
-    "buckets", "domino", "positions", "collective-matmul",
+    "attention xla", "kernels xla", "freeze", "qwen3 folder", "data", "fsdp", "tensor", "zero",
+    "fsdp-prefetch", "buckets", "domino", "positions", "collective-matmul",
 })  # fmt: skip
 
 
