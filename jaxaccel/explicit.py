@@ -169,9 +169,8 @@ def make_gradients(
 
         def in_place(after, body, carry, xs):
             """A plain loop: a layer is gathered where it is used or repeated."""
-            layer = lambda *args: body.func(*args[:-1], whole(args[-1]))
-            kept = remat.checkpoint(layer, config.remat, prevent_cse=False)
-            return *jax.lax.scan(Partial(kept, *body.args), carry, xs), whole(after)
+            layer = lambda carry, x: body(carry, whole(x))
+            return *remat.scan(layer, carry, xs, policy=config.remat), whole(after)
 
         def scan(body, carry, xs):
             stack = xs is decoder.layers

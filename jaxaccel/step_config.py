@@ -62,10 +62,11 @@ class StepConfig:
 
     def __post_init__(self):
         segmented = remat.parse(self.remat)[1]
-        if self.techniques and segmented:
+        if self.prefetched and segmented:
             raise ValueError(
                 f"overlap {self.overlap!r} and remat {self.remat!r} do not combine: the loop that "
-                "overlaps takes a layer at a time; choose a policy without sqrt"
+                "gathers ahead or reduces behind takes a layer at a time; choose a policy without "
+                "sqrt"
             )
         if not 0 < self.bucket_mib < float("inf"):
             raise ValueError(f"bucket_mib is {self.bucket_mib}; it must be above 0, and finite")

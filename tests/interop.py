@@ -151,10 +151,10 @@ REFUSED: dict[Names, str] = {
     ),
     **{
         frozenset({"remat sqrt", name}): (
-            f"{_called(name)} and remat 'sqrt' do not combine: the loop that overlaps takes a "
-            "layer at a time"
+            f"{_called(name)} and remat 'sqrt' do not combine: the loop that gathers ahead or "
+            "reduces behind takes a layer at a time"
         )
-        for name in OVERLAPS
+        for name in ("fsdp-prefetch", "buckets")
     },
     **{
         frozenset({pipeline, name}): f"{_called(name)} and a pipeline do not combine: "
