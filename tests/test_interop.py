@@ -117,7 +117,8 @@ def start(of: Setup, made: TrainStep, root: pathlib.Path) -> TrainState:
     if of.folder:  # heads that predict further ahead are not in it
         params = params | hf.load(released(of.model, root), made.batch_sharding.mesh)
     state = made.init(jax.random.key(0), jax.device_put(params, where.params))
-    warm = lambda x: dataclasses.replace(x, scale=x.scale + 2 * scales())
+    scaled = np.float32([1, 1, state.loss_scale.scale])  # gradients, the third, are scaled up
+    warm = lambda x: dataclasses.replace(x, scale=x.scale + 2 * scales() * scaled)
     fp8 = jax.tree.map(warm, jax.device_get(state.fp8), is_leaf=is_delayed)
     return dataclasses.replace(state, fp8=jax.device_put(fp8, where.fp8))
 
