@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_one_gpu_has_nothing_to_hide():
     assert rows(1)[-2].name == "full stack"
 
 
+ROOT = Path(__file__).parents[2]
 FIGURES = dict.fromkeys(ablate.FIGURES, 2.0)
 
 
@@ -59,6 +61,18 @@ def test_worse_names_what_a_row_loses(figure, value, expected):
     base = FIGURES | {"name": "baseline"}
     row = base | {"name": "other", figure: value}
     assert table([base, row], "title").endswith(f"| {', '.join(expected)} |")
+
+
+def test_the_first_page_opens_with_the_recorded_table():
+    recorded = ROOT / "experiments/results/ablation_h200x8.jsonl"
+    found = [json.loads(line) for line in recorded.read_text().splitlines()]
+    assert [row["name"] for row in found] == [row.name for row in rows(8)]
+    lines = table(found, "").strip()
+    assert lines in (ROOT / "README.md").read_text()
+    assert lines in recorded.with_suffix(".txt").read_text()
+    base, full = found[0], found[-2]
+    assert full["peak_gib"] <= 0.6 * base["peak_gib"]
+    assert full["modelled_step_ms"] <= 0.7 * base["modelled_step_ms"]
 
 
 @pytest.mark.target
