@@ -267,11 +267,9 @@ def main(argv: list[str] | None = None) -> None:
     def program() -> None:
         config = cli.parse(AblateConfig, args=args, prog=f"{PROG} [CONFIG]")
         preset = configs.load(name)
-        if config.steps < 0 or config.batch < 1:
-            raise UserError(
-                f"--steps is {config.steps} and --batch {config.batch}; they must be at least 0 "
-                "and 1"
-            )
+        for option, least in (("steps", 0), ("batch", 1)):
+            if (value := getattr(config, option)) < least:
+                raise UserError(f"--{option} is {value}; it must be at least {least}")
         if config.plot:
             check_picture(Path(config.plot))
         try:
@@ -283,6 +281,8 @@ def main(argv: list[str] | None = None) -> None:
         found = []
         for row in results(config, name, on):
             found.append(row)
+            if row is found[0] and "refused" in row:
+                raise UserError(f"the baseline is refused: {row['refused']}")
             if config.json:
                 print(json.dumps(row), flush=True)
         title = f"{name} on {on}, {config.batch} x {preset.sequence:,} tokens a step"

@@ -88,7 +88,8 @@ def restore(checkpoints: Checkpoints, like: TrainState, saved: str, asked: str) 
     if saved != asked and arrays:
         tell(
             f"warning: the run was saved with --fp8 {saved} and goes on with --fp8 {asked}: "
-            "parameters and optimizer are kept, FP8 scales are found anew"
+            "parameters and optimizer are kept"
+            + (", FP8 scales are found anew" if asked == "delayed" else "")
         )
     elif arrays and wanted.keys() - stored.keys():
         new = sorted({key.rsplit(".", 2)[0] for key in wanted.keys() - stored.keys()})

@@ -266,7 +266,9 @@ def make_train_step(
         sums = cross_entropy(hidden, decoder.head_VD, batch["labels"][..., None])
         return jax.tree.map(lambda x: x[0], sums)
 
-    take, evaluate, options = functools.partial(partitioned, build), scored, {}
+    take, evaluate = functools.partial(partitioned, build), scored
+    ordered = overlap.in_order(mesh.devices.flat[0].platform) if mesh.size > 1 else {}
+    options = ordered
     cold = functools.partial(partitioned, build_cold)
     step_config.check_overlap(model, config, mesh.shape)
     step_config.check_pipeline(model, config, mesh.shape["stage"])
@@ -276,7 +278,7 @@ def make_train_step(
         evaluate = stages.make_evaluate(model, config, mesh, params_sharding)
     elif config.techniques:
         if config.prefetched:
-            options = overlap.compiler_options(
+            options = ordered | overlap.compiler_options(
                 step_config.layer_bytes(abstract_params, dtype), int(config.bucket_mib * 2**20)
             )
         take = explicit.make_gradients(model, config, mesh, params_sharding, dots)
@@ -356,8 +358,14 @@ def make_train_step(
             donate_argnums=0,
             in_shardings=(state_sharding, rows),
             out_shardings=state_sharding,
+            compiler_options=ordered,
         ),
-        evaluate=jax.jit(evaluate, in_shardings=(params_sharding, rows), out_shardings=whole),
+        evaluate=jax.jit(
+            evaluate,
+            in_shardings=(params_sharding, rows),
+            out_shardings=whole,
+            compiler_options=ordered,
+        ),
         abstract_state=jax.tree.map(place, shapes, state_sharding),
         batch_sharding=rows,
         place=lambda batch: {

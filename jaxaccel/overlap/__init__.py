@@ -11,7 +11,7 @@ from jaxaccel.overlap.collective_matmul import (
     modelled_seconds,
 )
 from jaxaccel.overlap.fsdp import prefetch_scan
-from jaxaccel.overlap.options import compiler_options
+from jaxaccel.overlap.options import compiler_options, in_order
 from jaxaccel.overlap.ring_attention import ring_attention
 from jaxaccel.overlap.zigzag import unzigzag, zigzag
 
@@ -22,6 +22,7 @@ __all__ = [
     "choose",
     "compiler_options",
     "domino",
+    "in_order",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "modelled_seconds",

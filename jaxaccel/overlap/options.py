@@ -37,6 +37,29 @@ def compiler_options(layer_bytes: int, bucket_bytes: int | None = None) -> dict[
     return {name: value for name, value in wanted.items() if known(name, value)}
 
 
+def in_order(platform: str) -> dict[str, Any]:
+    """What to give `jax.jit` for a program of several devices in which collectives meet.
+
+    On CPUs, devices were seen to run two collectives that do not depend on one another, as
+    `prefetch_scan` has them, in unlike orders: they waited for each other forever, or took each
+    other's values (in FP8 with micro-batches NaN, in most runs). Scheduled for memory and not for
+    concurrency, they did not, and results are the same to the last bit. GPUs run collectives in
+    the order of the schedule.
+
+    Args:
+      platform: of the devices, as in `jax.Device.platform`.
+
+    Returns:
+      As `compiler_options`.
+
+    Example:
+      >>> in_order("gpu")
+      {}
+    """
+    wanted = {"xla_cpu_enable_concurrency_optimized_scheduler": False} if platform == "cpu" else {}
+    return {name: value for name, value in wanted.items() if known(name, value)}
+
+
 @functools.cache
 def known(name: str, value: Any) -> bool:
     """Whether the XLA at hand takes an option, found by compiling nothing much with it.

@@ -96,7 +96,8 @@ def test_one_row_compiled_trained_and_drawn(tmp_path, capsys):
     [
         (["--only", "FP9"], "--only 'FP9' is no row; rows are blockwise XLA attention, "),
         (["--steps", "-1"], "--steps is -1"),
-        (["--batch", "0"], "--batch 0"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--batch", "7"], "the baseline is refused: a batch of 7 rows"),
         (["--target", "h300"], "h300"),
         (["--plot", "nowhere/x.png"], "there is no folder nowhere"),
     ],

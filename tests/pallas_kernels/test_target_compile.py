@@ -170,7 +170,10 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, package, s
     with pytest.raises(target.MissingExtra) as caught:
         target.parse("h200").devices()
     message = str(caught.value)
-    assert message == f"compiling for a GPU needs {says}: pip install 'jaxaccel[target]'"
+    assert (
+        message
+        == f"compiling for a GPU needs {says}: pip install -e '.[target]', or uv run --extra target"
+    )
 
 
 @pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64")])
