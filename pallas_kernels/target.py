@@ -214,7 +214,8 @@ def _cuda_root() -> Path:
     missing |= {"nvidia-cuda-nvcc": not ptxas, "nvidia-nvvm": not nvvm}
     if names := [name for name, lacks in missing.items() if lacks]:
         raise MissingExtra(
-            f"compiling for a GPU needs {', '.join(names)}: pip install -e '.[target]', or uv run --extra target"
+            f"compiling for a GPU needs {', '.join(names)}: pip install -e '.[target]', or "
+            "uv run --extra target"
         )
     return ptxas[0]
 
