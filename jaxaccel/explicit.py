@@ -235,13 +235,13 @@ def make_gradients(
 
         if config.micro_batches == 1:
             sums = take(batch, last=bucketed)
-        elif not config.prefetched:
+        elif bucketed:  # the last one's gradients take the others' along, layer by layer
+            rest, part = jax.tree.map(lambda x: x[:-1], parts), jax.tree.map(lambda x: x[-1], parts)
+            sums = take(part, accumulate.over(take, rest, step_config.merge), last=True)
+        elif config.prefetched:  # each one's gradients are added where those before it lie
+            sums = accumulate.fold(lambda sums, part: take(part, sums), take, parts)
+        else:
             sums = accumulate.over(take, parts, step_config.merge)
-        else:  # the gradients of each take those before it along, layer by layer
-            rest = jax.tree.map(lambda x: x[:-1], parts) if bucketed else parts
-            sums = accumulate.fold(lambda sums, part: take(part, sums), take, rest)
-            if bucketed:
-                sums = take(jax.tree.map(lambda x: x[-1], parts), sums, last=True)
         (nll, grads), fp8_next = sums
         left = lambda g, spec: tuple(axis for axis in once(spec) if axis in manual_axes.varying(g))
         grads = jax.tree.map(lambda g, spec: jax.lax.psum(g, left(g, spec)), grads, places)
