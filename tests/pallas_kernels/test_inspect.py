@@ -211,7 +211,7 @@ def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(target, "_folders", lambda package: [])
     status, out, err = run(capsys, NAME)
     assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and "pip install 'jaxaccel[target]'" in err
+    assert err.count("\n") == 1 and "pip install -e '.[target]'" in err
 
 
 def test_a_kernel_that_does_not_lower_at_its_own_size_keeps_its_stack(monkeypatch):

@@ -290,4 +290,4 @@ def test_a_table_that_cannot_be_written_is_said_first(monkeypatch, capsys, tmp_p
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(target, "_folders", lambda package: [])
     assert tune.main(["attention_forward", "--head-size", "64", "--build-only"]) == 2
-    assert "pip install 'jaxaccel[target]'" in capsys.readouterr().err
+    assert "pip install -e '.[target]'" in capsys.readouterr().err
