@@ -88,6 +88,8 @@ def parse_only(monkeypatch):
     read = argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop(read))
     monkeypatch.setattr(cli, "use_compilation_cache", lambda: None)
+    # Or code with type checks in it, as tests have it, would be kept where users' programs look.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def test_there_are_commands_on_every_page():

@@ -14,6 +14,7 @@ import interop
 import jax
 import numpy as np
 import pytest
+import steps
 from flax import nnx
 from interop import ALL_TOGETHER, ELSEWHERE, REFUSED, TECHNIQUES, Names, Setup
 
@@ -46,17 +47,7 @@ def _permutes():
 
 @functools.cache
 def batch() -> dict[str, np.ndarray]:
-    """Two documents a row, every third row mostly padding: parts of it count unlike many."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(1, interop.LLAMA.vocab_size, (ROWS, LENGTH))
-    row, place = np.arange(ROWS)[:, None], np.arange(LENGTH)
-    border, used = 3 + row % 9, np.where(row % 3, LENGTH, 4 + row % 7)
-    segments = np.where(place < used, 1 + (place >= border), 0)
-    later = np.pad(segments[:, 1:], ((0, 0), (0, 1)))
-    labels = np.where((segments == later) & (segments > 0), np.roll(tokens, -1, 1), -1)
-    positions = np.where(place >= border, place - border, place)
-    arrays = tokens, labels, segments, positions
-    return {key: x.astype(np.int32) for key, x in zip(train_step.BATCH_KEYS, arrays)}
+    return steps.packed(ROWS, LENGTH, interop.LLAMA.vocab_size, 4)
 
 
 def make(of: Setup) -> TrainStep:

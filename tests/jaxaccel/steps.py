@@ -50,11 +50,17 @@ FLIPS = 0.1
 
 
 def batch():
-    """Packed rows, every third mostly padding: micro-batches and devices count unlike many."""
+    return packed(ROWS, LENGTH, PLAIN.vocab_size, 2)
+
+
+def packed(rows, length, words, least):
+    """Two documents a row, every third row mostly padding (`least` tokens or a few more).
+
+    Micro-batches and devices count unlike many."""
     random = np.random.default_rng(0)
-    tokens = random.integers(1, PLAIN.vocab_size, (ROWS, LENGTH))
-    row, place = np.arange(ROWS)[:, None], np.arange(LENGTH)
-    border, used = 3 + row % 17, np.where(row % 3, LENGTH, 2 + row % 7)
+    tokens = random.integers(1, words, (rows, length))
+    row, place = np.arange(rows)[:, None], np.arange(length)
+    border, used = 3 + row % (length - 7), np.where(row % 3, length, least + row % 7)
     segments = np.where(place < used, 1 + (place >= border), 0)
     later = np.pad(segments[:, 1:], ((0, 0), (0, 1)))
     labels = np.where((segments == later) & (segments > 0), np.roll(tokens, -1, 1), -1)

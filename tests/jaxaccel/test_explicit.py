@@ -28,6 +28,7 @@ CASES = [
     Case("sequence=2,tensor=4", "domino,collective-matmul,ring-attention", "none"),
     Case("fsdp=8", "fsdp-prefetch", "full", 3, EIGHT_BITS, DELAYED),
     Case("", "fsdp-prefetch", "full", 3, GROUPS, (("mtp", SEQUENTIAL),)),
+    Case("data=2,tensor=4", "fsdp-prefetch", "full", 3),  # adds in place, gathers nothing
     Case(
         "data=2,tensor=4", "domino,sequence,collective-matmul", "selective", 2, EIGHT_BITS, DELAYED
     ),
